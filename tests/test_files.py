@@ -12,8 +12,6 @@ from liger_hw.bench import report
 from liger_hw.recompute import recipes
 from liger_hw.transformers import report as patching
 
-pytestmark = pytest.mark.cpu
-
 
 def test_an_error_names_the_file_that_was_to_be_written(tmp_path):
     path = tmp_path / "absent" / "liger-hw.lock"

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from harness import python
 
-pytestmark = pytest.mark.cpu
 HERE = Path(__file__).resolve().parent
 
 SCRIPT = """

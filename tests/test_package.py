@@ -17,7 +17,6 @@ from harness import python
 import liger_hw
 from ci import stubs
 
-pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -14,7 +14,6 @@ from liger_hw import env, registry
 from liger_hw.backends import LaunchConfig, known_target
 from liger_hw.cli import main
 
-pytestmark = pytest.mark.cpu
 CONFIG = LaunchConfig({"BLOCK_SIZE": 1024, "ROWS": 1}, 4)
 KEY = (1024, 3, 2)
 SM90, GFX942 = known_target("sm90"), known_target("gfx942")

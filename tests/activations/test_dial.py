@@ -15,7 +15,6 @@ from liger_hw.recompute import dial as dials
 from liger_hw.recompute import recipes
 from liger_hw.recompute.levels import in_words, level_of_each, parse_size
 
-pytestmark = pytest.mark.cpu
 transformers = pytest.importorskip("transformers")
 
 TINY = {

@@ -14,7 +14,6 @@ from liger_hw.autotune.models import Model, find
 from liger_hw.cli import main
 from liger_hw.recompute.estimate import GPUS, estimates
 
-pytestmark = pytest.mark.cpu
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 H200 = (GPUS["h200"][0], 4800)
 NAMES = ("mistral", "llama3", "qwen3", "gemma2", "phi3", "mixtral")

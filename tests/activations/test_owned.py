@@ -16,8 +16,6 @@ from liger_hw.kernels.pointwise import swiglu
 from liger_hw.kernels.pointwise.swiglu import LigerSwiGLUMLP, liger_swiglu
 from liger_hw.transformers import replacing
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture
 def in_place(monkeypatch):

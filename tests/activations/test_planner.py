@@ -24,7 +24,6 @@ from liger_hw.recompute.levels import DEFAULT, LEVELS, level_of_each
 from liger_hw.recompute.planner import ADAM_RATE, ADAPTERS, Assumptions, Planner, longest, of_module
 from liger_hw.transformers.tiny import tiny_model
 
-pytestmark = pytest.mark.cpu
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 GIB = 1 << 30
 LORA = "llama3-lora-32"

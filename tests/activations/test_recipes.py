@@ -26,7 +26,6 @@ from liger_hw.kernels.rotary.qk_norm_rope import liger_qk_norm_rope
 from liger_hw.kernels.rotary.rope import liger_rope
 from liger_hw.recompute import recipes
 
-pytestmark = pytest.mark.cpu
 linear = torch.nn.functional.linear
 
 

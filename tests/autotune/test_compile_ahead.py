@@ -30,8 +30,6 @@ from liger_hw.runtime import launch as _launch
 from liger_hw.runtime import operator
 from liger_hw.runtime.launch import Foreseen, Routine, call_routine, observing
 
-pytestmark = pytest.mark.cpu
-
 
 class LauncherMode(TorchDispatchMode):
     """Runs the launchers of liger_hw's operators, under torch's own fake tensors."""

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from harness import python
 
-pytestmark = pytest.mark.cpu
 pytest.importorskip("transformers")
 
-import activations  # noqa: E402
-import long_context as long  # noqa: E402
+import activations
+import long_context as long
 
 
 def test_arms_of_a_toy(monkeypatch):

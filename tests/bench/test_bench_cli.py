@@ -7,8 +7,6 @@ import json
 import harness
 import pytest
 
-pytestmark = pytest.mark.cpu
-
 
 def said(capsys, *argv):
     return harness.said(capsys, "bench", *argv)

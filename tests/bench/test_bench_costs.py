@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import host_time as host
-import pytest
 import registry_cost
 import torch
 
 from liger_hw import registry
 from liger_hw.bench.timing import Meter
-
-pytestmark = pytest.mark.cpu
 
 
 def test_every_tunable_has_the_time_of_a_hit():

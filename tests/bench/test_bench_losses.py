@@ -20,8 +20,6 @@ from liger_hw.bench.timing import Chain, Meter
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.daily(name=("dpo", "grpo", "jsd_distillation", "kto"))
 @pytest.mark.parametrize("name", sorted(chunked_losses.OPS))

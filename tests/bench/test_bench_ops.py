@@ -12,8 +12,6 @@ from liger_hw import registry
 from liger_hw.bench import ops, peers, report
 from liger_hw.bench.timing import Budget, Meter, OutOfBudget
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture
 def rms():

@@ -15,7 +15,6 @@ from liger_hw import registry
 from liger_hw.bench import ops, peers
 from liger_hw.bench.inputs import tensors_in
 
-pytestmark = pytest.mark.cpu
 OPS = sorted(registry.ops())
 
 

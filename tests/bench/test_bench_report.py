@@ -5,12 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 
-import pytest
 import torch
 
 from liger_hw.bench import report
-
-pytestmark = pytest.mark.cpu
 
 
 def row(arm: str, ms: float | None = 1.0, **more):

@@ -9,8 +9,6 @@ from fake_device import FakeDevice, Overwriting
 from liger_hw.bench.inputs import Inputs, Work, sample_sets, tensors_in
 from liger_hw.bench.timing import MIB, Budget, Calls, Meter, OutOfBudget, Replay, Stats, interleave
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture
 def meter():

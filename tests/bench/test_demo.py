@@ -13,7 +13,6 @@ import training
 import transformers
 from training import Original, Run
 
-pytestmark = pytest.mark.cpu
 pytest.importorskip("transformers")
 
 

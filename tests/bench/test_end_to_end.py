@@ -12,7 +12,6 @@ import training
 
 from liger_hw.bench.timing import Budget
 
-pytestmark = pytest.mark.cpu
 pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 

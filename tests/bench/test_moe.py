@@ -10,8 +10,6 @@ import torch
 
 from liger_hw.bench.cases import make_inputs
 
-pytestmark = pytest.mark.cpu
-
 
 def test_experts(tmp_path, capsys):
     """Two numbers of tokens against transformers' own; an implementation that is not here is said to be absent."""

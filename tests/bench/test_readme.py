@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import readme
 
 from liger_hw.bench import report
-
-pytestmark = pytest.mark.cpu
 
 
 def test_the_readme_is_current():

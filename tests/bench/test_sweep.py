@@ -14,8 +14,6 @@ from liger_hw import registry
 from liger_hw.bench import cases
 from liger_hw.bench.timing import Budget
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture
 def two_shapes(monkeypatch):

@@ -13,7 +13,6 @@ import yaml
 
 from ci import workflows
 
-pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
     path.name for path in (ROOT / "ci").glob("*.sh") if path.name not in ("test.sh", "common.sh", "evidence.sh")

@@ -9,7 +9,6 @@ import pytest
 
 from ci import distributed_page as pages
 
-pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {"rms_norm_fwd": 20, "swiglu_fwd": 8, "rope": 16, "fused_linear_cross_entropy_fwd": 4}
 

@@ -13,7 +13,6 @@ from liger_hw import registry
 from liger_hw.autotune import store, tables
 from liger_hw.backends import VENDORS
 
-pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
 
 PLAIN = """

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.cpu
 TESTS = Path(__file__).resolve().parents[1]
 
 LEFT_OUT = """

@@ -11,7 +11,6 @@ import pytest
 from ci import support
 from liger_hw import registry
 
-pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -17,8 +17,6 @@ import liger_hw
 from liger_hw import registry
 from liger_hw.cli import COMMANDS, machine, main, parser_of
 
-pytestmark = pytest.mark.cpu
-
 
 def test_version(capsys):
     assert said(capsys, "--version") == (0, f"liger-hw {liger_hw.__version__}\n", "")

@@ -14,8 +14,6 @@ from liger_hw.autotune import lock, store, tables
 from liger_hw.recompute import planner
 from tests.autotune.fakes import H200, entry, tunable
 
-pytestmark = pytest.mark.cpu
-
 KEY = (4096, 13, 2)
 NAME = ("rms_norm", "fwd", KEY)
 SMALL = {"model_type": "mistral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 50}

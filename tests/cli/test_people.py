@@ -11,9 +11,6 @@ from harness import printed, said
 from liger_hw import registry, text
 from liger_hw.cli import arguments
 
-pytestmark = pytest.mark.cpu
-
-
 # -- widths and progress ---------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ from liger_hw.autotune.lock import read
 from liger_hw.backends import known_target
 from liger_hw.cli import lock, main
 
-pytestmark = pytest.mark.cpu
 OP = ["--batch", "1", "--seq", "512", "--ops", "rms_norm", "--workers", "2"]
 
 

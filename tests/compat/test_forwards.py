@@ -20,7 +20,6 @@ from liger_hw.transformers import apply_liger_kernel_to_llama  # noqa: E402
 from liger_hw.transformers.models import specs  # noqa: E402
 from liger_hw.transformers.tiny import tiny_model  # noqa: E402
 
-pytestmark = pytest.mark.cpu
 LABELS = torch.tensor([[5, 9, -100, 7, 3, 11], [-100, -100, 4, 8, 12, 6]])
 INPUTS = {"input_ids": LABELS.abs() % 64, "labels": LABELS}
 FAMILIES = [name for name in (*specs(), "hunyuan_v1") if forwards.classes_of(name)]

@@ -19,7 +19,6 @@ from harness import python
 
 from liger_hw import compat
 
-pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """

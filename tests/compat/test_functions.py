@@ -15,8 +15,6 @@ from liger_hw.compat import checked, functions
 from liger_hw.compat.loss_utils import LigerForCausalLMLoss
 from liger_hw.transformers.functional import liger_cross_entropy
 
-pytestmark = pytest.mark.cpu
-
 WITHOUT_AN_OP = {"LigerMLPFunction", "LigerTiledMLPFunction"}
 """Compared in tests/kernels/test_tiled_mlp.py."""
 SCALED = {"LigerFusedLinearScaledCrossEntropyFunction", "LigerFusedLinearScaledCrossEntropyTPFunction"}

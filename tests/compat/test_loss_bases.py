@@ -20,7 +20,6 @@ from liger_hw.compat.loss_bases import (
     LigerFusedLinearUnpairedPreferenceBase,
 )
 
-pytestmark = pytest.mark.cpu
 VOCAB, HIDDEN, LENGTH = 37, 5, 7
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 

@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from liger_hw.compat import modules
 from liger_hw.transformers import LigerGEGLUMLP, LigerGroupNorm, LigerLayerNorm, LigerPolyNorm, LigerRMSNorm
 
-pytestmark = pytest.mark.cpu
-
 
 def theirs(family: str, name: str):
     try:

@@ -19,7 +19,6 @@ from liger_hw import compat
 from liger_hw.cli import main
 from liger_hw.compat import replaced
 
-pytestmark = pytest.mark.cpu
 NAMES = Path(__file__).with_name("liger_names.json")
 
 

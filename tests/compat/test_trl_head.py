@@ -16,7 +16,6 @@ from trl_programs import STEPS, found_by
 
 import liger_hw.trl
 
-pytestmark = pytest.mark.cpu
 TRAINERS = ("sft", "dpo", "kto", "grpo", "rloo")
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 

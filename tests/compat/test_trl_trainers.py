@@ -14,7 +14,6 @@ from trl_programs import STEPS, found_by
 
 from liger_hw import compat
 
-pytestmark = pytest.mark.cpu
 TRAINERS = ("sft", "dpo", "kto", "grpo")
 
 CODE = "found = {kind: compared(trained(kind), trained(kind, use_liger_kernel=True)) for kind in TRAINERS}"

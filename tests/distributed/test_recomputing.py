@@ -20,7 +20,6 @@ from liger_hw.transformers.tiny import tiny_model
 from tests.activations.small_decoder import Decoder, gradients, identical, some_input
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.cpu
 IDS = torch.arange(16).reshape(2, 8)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
 
 CHECK = """

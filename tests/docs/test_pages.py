@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = [ROOT / "docs" / f"{name}.md" for name in ("activations", "distributed", "losses", "moe", "safety")]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/start/*.md")), *sorted(ROOT.glob("docs/guides/*.md")), *GUIDES]

@@ -11,7 +11,6 @@ import pytest
 import yaml
 from harness import python
 
-pytestmark = pytest.mark.cpu
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 NEEDS = {
     "trainer_sft": ("transformers", "accelerate"),

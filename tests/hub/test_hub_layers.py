@@ -17,7 +17,6 @@ from torch import nn
 
 from liger_hw import hub
 
-pytestmark = pytest.mark.cpu
 transformers = pytest.importorskip("transformers", minversion="5")
 WIDTH = 64
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from harness import python
 
-pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {
     "Llama": "LlamaForCausalLM",

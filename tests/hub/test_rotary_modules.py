@@ -11,7 +11,6 @@ from liger_hw.transformers import apply_liger_kernel_to_llama
 from liger_hw.transformers.probing import rotary
 from liger_hw.transformers.tiny import tiny_model
 
-pytestmark = pytest.mark.cpu
 modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
 
 

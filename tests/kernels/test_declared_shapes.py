@@ -20,8 +20,6 @@ from liger_hw.kernels.heads.fused_linear_cross_entropy_tp import liger_fused_lin
 from liger_hw.kernels.losses.log_prob_rows import LogProbOptions
 from liger_hw.runtime.operator import declared
 
-pytestmark = pytest.mark.cpu
-
 OF_ANY_SHAPE = {
     ("embedding_fwd", "indices"): "one row each",
     ("group_norm_bwd", "stats"): "made by the forward, two numbers a group",

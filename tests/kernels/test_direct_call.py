@@ -13,8 +13,6 @@ from liger_hw.kernels.norms import rms_norm
 from liger_hw.runtime import launch
 from liger_hw.runtime import operator as _op
 
-pytestmark = pytest.mark.cpu
-
 
 class Seeing(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

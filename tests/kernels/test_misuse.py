@@ -29,8 +29,6 @@ from liger_hw.transformers.functional import (
     liger_rms_norm,
 )
 
-pytestmark = pytest.mark.cpu
-
 X, WEIGHT, TARGET = torch.randn(6, 4), torch.randn(10, 4), torch.zeros(6, dtype=torch.int64)
 
 

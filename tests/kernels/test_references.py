@@ -14,8 +14,6 @@ from liger_hw.kernels.norms.rms_norm import rms_norm_reference
 from liger_hw.kernels.pointwise.swiglu import swiglu_reference
 from liger_hw.kernels.rotary.rope import rope_reference
 
-pytestmark = pytest.mark.cpu
-
 
 def _random(generator, *shape, dtype=torch.float64):
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)

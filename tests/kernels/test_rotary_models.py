@@ -11,7 +11,6 @@ from harness import run
 from liger_hw.registry import Sample, get_op
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.cpu
 
 
 def _model(name: str):

@@ -9,8 +9,6 @@ from liger_hw import registry
 from liger_hw.kernels.norms import rms_norm
 from liger_hw.runtime import launch as _launch
 
-pytestmark = pytest.mark.cpu
-
 
 class _NoRoom:
     """A kernel whose code finds no room on the device, in Triton's words."""

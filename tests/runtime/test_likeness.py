@@ -12,7 +12,6 @@ from liger_hw.kernels.losses.cross_entropy_rows import _cross_entropy_fwd_kernel
 from liger_hw.kernels.rotary.rotary_kernels import AngleStrides, Strides, _rotary_kernel
 from liger_hw.runtime.launch import likeness
 
-pytestmark = pytest.mark.cpu
 compiler = pytest.importorskip("triton.backends.compiler")
 
 BEGINS = (0, 1, 2, 16)  # elements into an allocation

@@ -7,8 +7,6 @@ import torch
 
 from liger_hw.runtime.checks import Shapes
 
-pytestmark = pytest.mark.cpu
-
 
 def _shapes(text: str, name: str = "probe_fwd", misfit=None) -> Shapes:
     tensors = "Tensor x, Tensor? w, Tensor? i" if "i" in text.split() else "Tensor x, Tensor? w"

@@ -15,7 +15,6 @@ from liger_hw.recompute.recipes import owns_outputs
 from liger_hw.transformers.float8_linears import Float8Linear
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.cpu
 IDS = torch.arange(24).view(2, 12) * 5 % 64
 
 
