@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from queue import LifoQueue
-from typing import Any, Callable, Hashable
+from types import MappingProxyType
+from typing import Any, Callable, Hashable, Mapping
 
 from ..backends import LaunchConfig, Target, backend
 
@@ -38,14 +39,14 @@ class WorkerError(Exception):
 class Worker:
     """A worker process, started by the first call, and by the first one after it died.
 
-    kind: `measure` (on `device`) or `compile`
+    kind: `measure` (on `device`) or `compile`; settings: environment variables of the process
     """
 
     module = __name__
     """The module whose `main` the process runs."""
 
-    def __init__(self, kind: str, device: str = "") -> None:
-        self.kind, self.device = kind, device
+    def __init__(self, kind: str, device: str = "", settings: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.kind, self.device, self.settings = kind, device, settings
         self.process: subprocess.Popen | None = None
         self._closed, self._starting = False, threading.Lock()
 
@@ -56,6 +57,7 @@ class Worker:
             kept = {k: v for k, v in kept.items() if k not in ("TRITON_INTERPRET", "LIGER_HW_INTERPRET")}
             kept["CUDA_VISIBLE_DEVICES"] = ""
         package = str(Path(__file__).resolve().parents[2])
+        kept |= self.settings
         kept |= {"PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)]), "PYTHONUNBUFFERED": "1"}
         self._pipe, theirs = Pipe()
         program = f"from {self.module} import main; main()"
@@ -143,12 +145,14 @@ class RemoteMeasurer(Worker):
 class CompilePool:
     """Compiles in `workers` processes, in the order of the requests, and keeps every answer. A context manager.
 
-    seconds: after this time a compilation counts as hung, and its process is replaced
+    seconds: after this time a compilation counts as hung, and its process is replaced; settings: as for a `Worker`
     """
 
-    def __init__(self, workers: int = 2, seconds: float = 300.0) -> None:
+    def __init__(
+        self, workers: int = 2, seconds: float = 300.0, settings: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._seconds, self._threads = seconds, ThreadPool(workers)
-        self._workers = [Worker("compile") for _ in range(workers)]
+        self._workers = [Worker("compile", settings=settings) for _ in range(workers)]
         self._idle: LifoQueue[Worker] = LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
