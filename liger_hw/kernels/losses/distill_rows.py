@@ -2,17 +2,17 @@
 
 For student logits s, teacher logits t (biases added in fp32) and temperature T, with x = log_softmax(s / T) and
 y = log_softmax(t / T):
-    soft = a divergence of divergence_rows.py over the row (for TVD of e^x and e^y; for KL y is the given probability),
-           or 1 - cosine(s, t)
+    soft = a divergence of divergence_rows.py over the row, or 1 - cosine(s, t). TVD compares e^x and e^y; for KL, y is
+           the teacher's probability
     hard = -log_softmax(s)[label], optional
     d soft / ds[c] = (g[c] - e^x[c] * sum(g)) / T with g = d soft / dx
-One launch sweeps a row two or three times: for the sums of exponentials; with JSD and TVD for the loss and sum(g),
-which other kinds compute in the first sweep; and for the gradient, which may overwrite the student's logits. Each sweep
-goes in the opposite direction of the one before, since what was read last is in cache.
+One launch sweeps a row two or three times. The first sweep computes the sums of exponentials, the loss and sum(g); JSD
+and TVD need a second sweep for the loss and sum(g). The last sweep computes the gradient, which may overwrite the
+student's logits. The direction alternates, because the columns that were read last are in cache.
 
 The kernel is bound by arithmetic. To save instructions, exponentials and logarithms have base 2; a log-probability is a
-logit minus its log-sum-exp, so that only JSD's mixture takes a logarithm; each lane has a running maximum and sum,
-combined at the row's end; and only a row's last tile is masked. A lane is what a thread loads at once: GROUP columns.
+logit minus the log-sum-exp, so only JSD's mixture takes a logarithm; and only a row's last tile is masked. A lane is
+the GROUP columns that a thread loads at once. It has its maximum and sum, which are combined at the end of the row.
 
     for start, logits, teacher in sweep(chunks, x, weight, grads, second=(x2, weight2)):
         distill_rows(plan, logits, teacher, labels, share, options, out, dlogits=logits, row_start=start)
@@ -33,17 +33,17 @@ from ...runtime.operator import launch
 from ...runtime.triton_import import tl, triton
 from ..rows.row import tail_columns
 from ..rows.tuning import DIMS, column_tiles, tile_rule
-from .divergence_rows import KL, TVD, divergence_terms, jsd_of, log2_of
+from .divergence_rows import KL, TVD, divergence_terms, jsd_terms, log2_of
 from .loss_gradient import gradient_of
 
-_NO_HARD, _HARD_SHARED, _HARD_APART = range(3)
+_NO_HARD_LOSS, _HARD_USES_SOFT_SUM, _HARD_HAS_SUM = range(3)  # HARD of `_distill_kernel`
 
 COSINE = 5
-"""The kind of a cosine distance, beside the kinds of divergence_rows.py."""
+"""The kind of the cosine distance; divergence_rows.py has the others."""
 
 
 class Distillation(NamedTuple):
-    """The options of one call. The weights are in the gradient only: the two losses are returned unweighted."""
+    """The options of one call. soft_weight and hard_weight are for the gradient; the losses are returned unweighted."""
 
     kind: int
     beta: float = 0.5
@@ -57,7 +57,7 @@ class Distillation(NamedTuple):
 def distill_reference(student, teacher, labels, options: Distillation):
     """(soft, hard) of every row in plain differentiable torch, in fp32 (fp64 for fp64); hard is zero without labels.
 
-    teacher: logits, or probabilities for KL.
+    teacher: probabilities for KL, logits for other kinds
     """
     wide, kind = torch.promote_types(student.dtype, torch.float32), options.kind
     s, t = student.to(wide), teacher.to(wide)
@@ -74,13 +74,13 @@ def distill_reference(student, teacher, labels, options: Distillation):
         soft = divergence_terms(x, y, kind, options.beta, options.eps).sum(-1)
     if labels is None:
         return soft, torch.zeros_like(soft)
-    at = labels.long().masked_fill(ignored, 0)
-    hard = -torch.log_softmax(s, -1).gather(1, at[:, None])[:, 0]
+    labels = labels.long().masked_fill(ignored, 0)
+    hard = -torch.log_softmax(s, -1).gather(1, labels[:, None])[:, 0]
     return soft.masked_fill(ignored, 0.0), hard.masked_fill(ignored, 0.0)
 
 
 def distill_gradient(student, teacher, labels, options: Distillation) -> torch.Tensor:
-    """The gradient of every row's weighted losses in the student's logits, in fp32 or fp64."""
+    """The gradient of the weighted losses with respect to the student's logits, in fp32 or fp64."""
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
         soft, hard = distill_reference(logits, teacher, labels, options)
@@ -94,18 +94,18 @@ def distill_gradient(student, teacher, labels, options: Distillation) -> torch.T
 
 @triton.jit
 def logits_tile(PTR, BIAS_ptr, cols, head, n_cols, n_stored, outside, MASKED: tl.constexpr, VECTOR: tl.constexpr):
-    """A tile of a row in fp32, columns counted from the body's first (rows/row.py). MASKED: the row ends in it, and
-    columns behind the end get the value `outside`.
+    """A tile of logits plus bias in fp32. cols: counted from the first column of the body (rows/row.py). MASKED: the
+    row ends in this tile; columns past its end get the value `outside`.
 
-    The load's mask ends at n_stored, or where VECTOR > 1 after a whole vector (rows/row.py): loads stay wide.
+    The load's mask ends at n_stored or, for VECTOR > 1, at the end of a vector, so that the load stays wide.
     """
     if MASKED:
-        reached = cols < n_stored
+        load_mask = cols < n_stored
         exist = cols < n_cols
         if VECTOR > 1:
-            reached = (cols < tl.cdiv(n_cols, VECTOR) * VECTOR) & (cols >= -tl.cdiv(head, VECTOR) * VECTOR)
+            load_mask = (cols < tl.cdiv(n_cols, VECTOR) * VECTOR) & (cols >= -tl.cdiv(head, VECTOR) * VECTOR)
             exist = exist & (cols >= -head)
-        x = tl.load(PTR + cols, mask=reached, other=0.0).to(tl.float32)
+        x = tl.load(PTR + cols, mask=load_mask, other=0.0).to(tl.float32)
         if BIAS_ptr is not None:
             x += tl.load(BIAS_ptr + cols, mask=exist, other=0.0).to(tl.float32)
         x = tl.where(exist, x, outside)
@@ -117,28 +117,28 @@ def logits_tile(PTR, BIAS_ptr, cols, head, n_cols, n_stored, outside, MASKED: tl
 
 
 @triton.jit
-def raised(x, m):
-    """(running maximum m of every lane after a tile x [lanes, group], its increase, x minus the new maximum)."""
-    higher = tl.maximum(m, tl.max(x, axis=1))
-    return higher, higher - m, x - higher[:, None]
+def _update_maxima(x, m):
+    """(the lanes' maxima m after a tile x [lanes, group], their rise, x minus the new maxima)."""
+    m_new = tl.maximum(m, tl.max(x, axis=1))
+    return m_new, m_new - m, x - m_new[:, None]
 
 
 @triton.jit
-def _moved(moment, weights, by):
-    """sum(w * (d + by)) from `moment` = sum(w * d) and `weights` = sum(w); weights of 0 add 0 even for by = inf."""
-    return moment + tl.where(weights == 0.0, 0.0, weights * by)
+def _rebased(moment, weights, shift):
+    """sum(w * (d + shift)) from `moment` = sum(w * d) and `weights` = sum(w); weights of 0 add 0 for any shift."""
+    return moment + tl.where(weights == 0.0, 0.0, weights * shift)
 
 
 @triton.jit
-def row_sum(d, m, top, scale):
-    """The sum of a row about its maximum `top`, from its lanes' sums d about their maxima m. nan if a lane is nan."""
-    e = tl.exp2((m - top) * scale)
+def _combine_lanes(d, top, m, scale):
+    """A row's sum relative to its maximum m, from its lanes' sums d relative to their maxima `top`. nan stays nan."""
+    e = tl.exp2((top - m) * scale)
     return tl.sum(tl.where((e == 0.0) & (d == d), 0.0, d * e))
 
 
 @triton.jit
-def log2_pair(s, t, m_s, l_s, m_t, l_t, scale):
-    """log2 of both distributions. The maximum is subtracted first, which is exact for logits of any size."""
+def _log2_probs(s, t, m_s, l_s, m_t, l_t, scale):
+    """log2 of the student's and the teacher's probabilities. Subtracting the maximum first keeps large logits exact."""
     return (s - m_s) * scale - l_s, (t - m_t) * scale - l_t
 
 
@@ -167,14 +167,14 @@ def scan_pair(
     STAGES: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """The first sweep: (maxima and sums of exponentials of s, the same of t, sums at temperature 1, terms) by lane.
+    """The first sweep: (top_s, sum_s, top_t, sum_t, sum_hard, moment), each [lanes].
 
-    Lanes are independent: no thread waits for another until the row is read. Maxima begin at the lowest finite number,
-    so that a lane of -inf (masked classes) has terms of 0, not nan. The terms (of KL, KL_LOG and RKL) are of logits
-    minus the maxima. For KL, t are probabilities, and their sums replace sums of exponentials.
+    top: maxima; they begin at the lowest finite number, so that a lane of -inf (masked classes) has terms of 0, not nan
+    sum: sums of exponentials (KL's sum_t: of probabilities); sum_hard: the same at temperature 1
+    moment: sums of the terms of KL, KL_LOG and RKL, computed from logits minus the maxima
     """
     LOG2E: tl.constexpr = 1.4426950408889634
-    LANES_T: tl.constexpr = KIND != 0
+    T_IS_LOGITS: tl.constexpr = KIND != 0
     VECTOR_WIDTH: tl.constexpr = 128 // S_ptr.dtype.element_ty.primitive_bitwidth  # columns in 16 bytes
     GROUP: tl.constexpr = VECTOR_WIDTH if VECTOR_WIDTH < BLOCK_SIZE else BLOCK_SIZE
     LANES: tl.constexpr = BLOCK_SIZE // GROUP
@@ -192,59 +192,59 @@ def scan_pair(
                 cols = tail_columns(cols, n_body, VECTOR)
             s = logits_tile(S_ptr, S_BIAS_ptr, cols, head, n_cols, s_stored, float("-inf"), PART == 1, VECTOR)
             t = logits_tile(T_ptr, T_BIAS_ptr, cols, head, n_cols, t_stored, t_outside, PART == 1, VECTOR)
-            top_s, rise_s, low_s = raised(tl.reshape(s, [LANES, GROUP]), top_s)
-            again_s = tl.exp2(-rise_s * scale)
+            top_s, rise_s, low_s = _update_maxima(tl.reshape(s, [LANES, GROUP]), top_s)
+            factor_s = tl.exp2(-rise_s * scale)
             e_s = tl.exp2(low_s * scale)
             if HARD == 2:
                 sum_hard = sum_hard * tl.exp2(-rise_s * LOG2E) + tl.sum(tl.exp2(low_s * LOG2E), axis=1)
             if KIND == 0:
                 p = tl.reshape(t, [LANES, GROUP])
                 terms = p * (log2_of(tl.maximum(p, tl.maximum(eps, 1.2e-38)), FAST_LOG2) - low_s * scale)
-                moment = _moved(moment, sum_t, rise_s * scale) + tl.sum(tl.where(p == 0.0, 0.0, terms), axis=1)
+                moment = _rebased(moment, sum_t, rise_s * scale) + tl.sum(tl.where(p == 0.0, 0.0, terms), axis=1)
                 sum_t += tl.sum(p, axis=1)
-            if LANES_T:
-                top_t, rise_t, low_t = raised(tl.reshape(t, [LANES, GROUP]), top_t)
-                again_t = tl.exp2(-rise_t * scale)
+            if T_IS_LOGITS:
+                top_t, rise_t, low_t = _update_maxima(tl.reshape(t, [LANES, GROUP]), top_t)
+                factor_t = tl.exp2(-rise_t * scale)
                 e_t = tl.exp2(low_t * scale)
                 if KIND == 1:
-                    moment = tl.where(again_t == 0.0, 0.0, _moved(moment, sum_t, rise_s - rise_t) * again_t)
+                    moment = tl.where(factor_t == 0.0, 0.0, _rebased(moment, sum_t, rise_s - rise_t) * factor_t)
                     moment += tl.sum(tl.where(e_t == 0.0, 0.0, e_t * (low_t - low_s)), axis=1)
                 if KIND == 2:
-                    moment = tl.where(again_s == 0.0, 0.0, _moved(moment, sum_s, rise_t - rise_s) * again_s)
+                    moment = tl.where(factor_s == 0.0, 0.0, _rebased(moment, sum_s, rise_t - rise_s) * factor_s)
                     moment += tl.sum(tl.where(e_s == 0.0, 0.0, e_s * (low_s - low_t)), axis=1)
-                sum_t = sum_t * again_t + tl.sum(e_t, axis=1)
-            sum_s = sum_s * again_s + tl.sum(e_s, axis=1)
+                sum_t = sum_t * factor_t + tl.sum(e_t, axis=1)
+            sum_s = sum_s * factor_s + tl.sum(e_s, axis=1)
     return top_s, sum_s, top_t, sum_t, sum_hard, moment
 
 
 @triton.jit
 def loss_of_lanes(top_s, sum_s, top_t, sum_t, moment, scale, inv_temperature, KIND: tl.constexpr):
-    """(maximum and log2 of the sum of exponentials of s, the same of t, soft loss, dot) of a row, from its lanes.
+    """(m_s, l_s, m_t, l_t, soft loss, dot) of a row: m its maximum, l log2 of its sum of exponentials, from its lanes.
 
     dot: sum(g) of the formula above. For JSD and TVD, `compare_pair` computes loss and dot.
     """
     LN2: tl.constexpr = 0.6931471805599453
     m_s = tl.max(top_s)
-    d_s = row_sum(sum_s, top_s, m_s, scale)
+    d_s = _combine_lanes(sum_s, top_s, m_s, scale)
     l_s = tl.log2(d_s)
     m_t = 0.0
     l_t = 0.0
     if KIND != 0:
         m_t = tl.max(top_t)
-        d_t = row_sum(sum_t, top_t, m_t, scale)
+        d_t = _combine_lanes(sum_t, top_t, m_t, scale)
         l_t = tl.log2(d_t)
     soft = 0.0
     dot = 0.0
     if KIND == 0:
         dot = tl.sum(sum_t)
-        soft = LN2 * (tl.sum(_moved(moment, sum_t, (m_s - top_s) * scale)) + dot * l_s)
+        soft = LN2 * (tl.sum(_rebased(moment, sum_t, (m_s - top_s) * scale)) + dot * l_s)
     elif KIND == 1:
         dot = -1.0
-        moment = _moved(moment, sum_t, (m_s - top_s) - (m_t - top_t))
-        soft = inv_temperature * row_sum(moment, top_t, m_t, scale) / d_t + LN2 * (l_s - l_t)
+        moment = _rebased(moment, sum_t, (m_s - top_s) - (m_t - top_t))
+        soft = inv_temperature * _combine_lanes(moment, top_t, m_t, scale) / d_t + LN2 * (l_s - l_t)
     elif KIND == 2:
-        moment = _moved(moment, sum_s, (m_t - top_t) - (m_s - top_s))
-        soft = inv_temperature * row_sum(moment, top_s, m_s, scale) / d_s + LN2 * (l_t - l_s)
+        moment = _rebased(moment, sum_s, (m_t - top_t) - (m_s - top_s))
+        soft = inv_temperature * _combine_lanes(moment, top_s, m_s, scale) / d_s + LN2 * (l_t - l_s)
         dot = soft
     return m_s, l_s, m_t, l_t, soft, dot
 
@@ -274,10 +274,10 @@ def compare_pair(
     STAGES: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """The middle sweep of JSD and TVD, backwards: (soft loss, dot)."""
+    """The middle sweep of JSD and TVD, from the last tile to the first: (soft loss, dot)."""
     LN2: tl.constexpr = 0.6931471805599453
-    one = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
-    two = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    loss_terms = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    dot_terms = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     for PART in tl.static_range(2):
         for done in tl.range(0, n_full if PART else tiles - n_full, num_stages=STAGES):
             cols = ((n_full if PART else tiles) - 1 - done) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -285,24 +285,24 @@ def compare_pair(
                 cols = tail_columns(cols, n_body, VECTOR)
             s = logits_tile(S_ptr, S_BIAS_ptr, cols, head, n_cols, s_stored, float("-inf"), PART == 0, VECTOR)
             t = logits_tile(T_ptr, T_BIAS_ptr, cols, head, n_cols, t_stored, float("-inf"), PART == 0, VECTOR)
-            x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
+            x, y = _log2_probs(s, t, m_s, l_s, m_t, l_t, scale)
             if KIND == 3:
                 y = tl.maximum(y, -126.0, propagate_nan=tl.PropagateNan.ALL)
-                p, q, l, u = jsd_of(x - y, y, beta, FAST_LOG2)
-                one += p * l
-                two += q * u
+                p, q, log_mp, log_qm = jsd_terms(x - y, y, beta, FAST_LOG2)
+                loss_terms += p * log_mp
+                dot_terms += q * log_qm
             else:
                 p = tl.exp2(y)
                 q = tl.exp2(x)
-                one += tl.abs(q - p)
-                two += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
-    known = 0.0 * (l_s + l_t)  # nan if a logit is nan, which the maxima in jsd_of would drop
+                loss_terms += tl.abs(q - p)
+                dot_terms += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
+    zero_or_nan = 0.0 * (l_s + l_t)  # nan if a logit is nan, which the maxima in jsd_terms would drop
     if KIND == 3:
-        dot = LN2 * (1.0 - beta) * tl.sum(two) + known
-        soft = dot - LN2 * beta * tl.sum(one)
+        dot = LN2 * (1.0 - beta) * tl.sum(dot_terms) + zero_or_nan
+        soft = dot - LN2 * beta * tl.sum(loss_terms)
     else:
-        dot = 0.5 * tl.sum(two) + known
-        soft = 0.5 * tl.sum(one)
+        dot = 0.5 * tl.sum(dot_terms) + zero_or_nan
+        soft = 0.5 * tl.sum(loss_terms)
     return soft, dot
 
 
@@ -319,7 +319,7 @@ def _scan_cosine(
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The first sweep of a cosine: (1 / |s|^2, 1 / (|s| |t|), the cosine, maximum and log2 of the sum of e^s)."""
+    """The first sweep of a cosine: (1 / |s|^2, 1 / (|s| |t|), the cosine, max(s), log2(sum(e^s)) for the hard loss)."""
     LOG2E: tl.constexpr = 1.4426950408889634
     VECTOR_WIDTH: tl.constexpr = 128 // S_ptr.dtype.element_ty.primitive_bitwidth
     GROUP: tl.constexpr = VECTOR_WIDTH if VECTOR_WIDTH < BLOCK_SIZE else BLOCK_SIZE
@@ -341,20 +341,20 @@ def _scan_cosine(
             products += s * t
             if HARD:
                 s = tl.where(cols < n_cols, s, float("-inf"))
-                top, rise, low = raised(tl.reshape(s, [LANES, GROUP]), top)
+                top, rise, low = _update_maxima(tl.reshape(s, [LANES, GROUP]), top)
                 total = total * tl.exp2(-rise * LOG2E) + tl.sum(tl.exp2(low * LOG2E), axis=1)
-    norm = tl.maximum(tl.sqrt(tl.sum(s_squares)), 1e-8)
-    by_both = 1.0 / (norm * tl.maximum(tl.sqrt(tl.sum(t_squares)), 1e-8))
+    s_norm = tl.maximum(tl.sqrt(tl.sum(s_squares)), 1e-8)
+    inv_norms = 1.0 / (s_norm * tl.maximum(tl.sqrt(tl.sum(t_squares)), 1e-8))
     m_s = 0.0
     l_hard = 0.0
     if HARD:
         m_s = tl.max(top)
-        l_hard = tl.log2(row_sum(total, top, m_s, LOG2E))
-    return 1.0 / (norm * norm), by_both, tl.sum(products) * by_both, m_s, l_hard
+        l_hard = tl.log2(_combine_lanes(total, top, m_s, LOG2E))
+    return 1.0 / (s_norm * s_norm), inv_norms, tl.sum(products) * inv_norms, m_s, l_hard
 
 
 @triton.jit
-def slope_tile(
+def gradient_tile(
     s,
     t,
     m_s,
@@ -371,17 +371,17 @@ def slope_tile(
     HARD: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """The gradient of a tile's student logits, without the term of the hard loss at the label. For a cosine, l_s, l_t
-    and q_coef are 1 / |s|^2, 1 / (|s| |t|) and the cosine."""
+    """The gradient of a tile's student logits, without the hard loss's term at the label. For a cosine, l_s is
+    1 / |s|^2, l_t is 1 / (|s| |t|) and q_coef is the cosine."""
     if KIND == 5:
         ds = soft_slope * (q_coef * s * l_s - t * l_t)
     elif KIND == 3:
-        x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
+        x, y = _log2_probs(s, t, m_s, l_s, m_t, l_t, scale)
         y = tl.maximum(y, -126.0, propagate_nan=tl.PropagateNan.ALL)
-        p, q, l, u = jsd_of(x - y, y, beta, FAST_LOG2)
-        ds = q * (soft_slope * u + q_coef)
+        p, q, log_mp, log_qm = jsd_terms(x - y, y, beta, FAST_LOG2)
+        ds = q * (soft_slope * log_qm + q_coef)
     else:
-        x, y = log2_pair(s, t, m_s, l_s, m_t, l_t, scale)
+        x, y = _log2_probs(s, t, m_s, l_s, m_t, l_t, scale)
         q = tl.exp2(x)
         if KIND == 0:
             ds = q * q_coef - soft_slope * t
@@ -428,17 +428,17 @@ def _distill_kernel(
     STAGES: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """One program a row of a chunk that begins at row `row_start` of labels and losses.
+    """One program per row of a chunk, whose first row is row `row_start` of LABEL, SOFT and HARD.
 
-    HARD: 0 without a hard loss, 1 with one that shares the soft loss's sum of exponentials (T = 1), 2 with one that has
-    another sum. DS has the student's row stride and may be S: the same thread reads and writes an element. The padding
-    between rows of logits may be accessed, but not between rows of a teacher's probabilities (KL).
+    HARD: 0: no hard loss; 1: the hard loss uses the soft loss's sum of exponentials (T = 1); 2: it has a second sum. DS
+    has the student's row stride and may be S: the same thread reads and writes an element. The padding between rows of
+    logits may be accessed; the padding between rows of probabilities (KL's teacher) may not.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
     COSINE: tl.constexpr = KIND == 5
-    MIDDLE: tl.constexpr = KIND == 3 or KIND == 4  # the loss needs both sums of exponentials first
-    LAST: tl.constexpr = 1 if MIDDLE else 0  # the part of the last sweep that holds the tile the row ends in
+    COMPARES: tl.constexpr = KIND == 3 or KIND == 4  # a middle sweep: the loss needs both sums of exponentials
+    TAIL: tl.constexpr = 1 if COMPARES else 0  # the part of the gradient's sweep that holds the row's last tile
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
     S_ptr += chunk_row * S_row_stride
@@ -464,7 +464,7 @@ def _distill_kernel(
             return
     share = tl.load(SHARE_ptr)
     s_label = 0.0
-    if HARD:  # read before the first sweep, whose reductions are the barrier before the gradient is written there
+    if HARD:  # read now: reductions of the first sweep are a barrier before another thread writes the gradient there
         inside = (label >= 0) & (label < n_cols)
         label_at = tl.where(inside, label, 0)
         s_label = tl.load(S_ptr + label_at).to(tl.float32)
@@ -487,8 +487,8 @@ def _distill_kernel(
         m_s, l_s, m_t, l_t, soft, dot = loss_of_lanes(top_s, sum_s, top_t, sum_t, moment, scale, inv_temperature, KIND)
         l_hard = l_s
         if HARD == 2:
-            l_hard = tl.log2(row_sum(sum_hard, top_s, m_s, LOG2E))
-        if MIDDLE:
+            l_hard = tl.log2(_combine_lanes(sum_hard, top_s, m_s, LOG2E))
+        if COMPARES:
             soft, dot = compare_pair(
                 S_ptr, T_ptr, S_BIAS_ptr, T_BIAS_ptr, 0, n_cols, n_cols, S_row_stride, t_stored, n_full, tiles,
                 m_s, l_s, m_t, l_t, scale, beta, KIND, 1, BLOCK_SIZE, STAGES, FAST_LOG2,
@@ -502,9 +502,8 @@ def _distill_kernel(
         soft_slope = soft_weight * slope
         hard_slope = hard_weight * slope
         q_coef = dot
-        if (
-            not COSINE
-        ):  # the gradient is q * (q_coef + a term of the kind); q_coef has the hard loss's factor if HARD is 1
+        # The gradient is q * (q_coef + a term of the kind). q_coef includes the hard loss's factor if HARD is 1.
+        if not COSINE:
             soft_slope *= inv_temperature
             q_coef = soft_slope * (dot if KIND == 0 else -dot)
         if HARD == 1:
@@ -518,16 +517,16 @@ def _distill_kernel(
         outside = 0.0 if COSINE else float("-inf")
         t_outside = 0.0 if (COSINE or KIND == 0) else float("-inf")
         label_col = label.to(tl.int32) if LABEL_ptr is not None else -1
-        for PART in tl.static_range(2):  # in the opposite direction of the sweep before
-            for done in tl.range(0, tiles - n_full if PART == LAST else n_full, num_stages=STAGES):
-                if MIDDLE:
-                    tile = done + (n_full if PART == LAST else 0)
+        for PART in tl.static_range(2):  # in the direction opposite to the previous sweep
+            for done in tl.range(0, tiles - n_full if PART == TAIL else n_full, num_stages=STAGES):
+                if COMPARES:
+                    tile = done + (n_full if PART == TAIL else 0)
                 else:
-                    tile = (tiles if PART == LAST else n_full) - 1 - done
+                    tile = (tiles if PART == TAIL else n_full) - 1 - done
                 cols = tile * BLOCK_SIZE + block
-                s = logits_tile(S_ptr, S_BIAS_ptr, cols, 0, n_cols, S_row_stride, outside, PART == LAST, 1)
-                t = logits_tile(T_ptr, T_BIAS_ptr, cols, 0, n_cols, t_stored, t_outside, PART == LAST, 1)
-                ds = slope_tile(
+                s = logits_tile(S_ptr, S_BIAS_ptr, cols, 0, n_cols, S_row_stride, outside, PART == TAIL, 1)
+                t = logits_tile(T_ptr, T_BIAS_ptr, cols, 0, n_cols, t_stored, t_outside, PART == TAIL, 1)
+                ds = gradient_tile(
                     s, t, m_s, l_s, m_t, l_t, l_hard, scale, soft_slope, hard_slope, q_coef, beta,
                     KIND, HARD, FAST_LOG2,
                 )  # fmt: skip
@@ -540,8 +539,9 @@ def _distill_kernel(
 
 
 def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
-    how = {"per_thread": (min(key[0] // target.warp_size, 16 // key[1]), 32), "stages": (1, 2, 3)}
-    return tile_space(target, column_tiles(key, 1024, 16384), (1, 2, 4, 8, 16, 32), **how)
+    per_thread = min(key[0] // target.warp_size, 16 // key[1]), 32
+    tiles = column_tiles(key, 1024, 16384)
+    return tile_space(target, tiles, (1, 2, 4, 8, 16, 32), per_thread=per_thread, stages=(1, 2, 3))
 
 
 def distill_tunable(
@@ -550,9 +550,9 @@ def distill_tunable(
     key: Callable[..., registry.Key] = columns_key,
     kernels: Sequence[Any] = (_distill_kernel,),
 ) -> Tunable:
-    """The `<op>.fwd` tunable of an op that uses `_distill_kernel`. key: of sizes (..., columns, bytes an element).
+    """The `<op>.fwd` tunable of an op that uses `_distill_kernel`. key: called with (..., columns, bytes per element).
 
-    Its heuristic: 8 elements of each row a thread, so that a lane is a thread and a tile one wide load of each row.
+    The heuristic gives a thread 8 elements of each row: one lane of 16-bit logits, which is one wide load.
     """
     rules = {"heuristic": tile_rule(2048, 8, 16), "safe": tile_rule(1024, 8, 8), "space": _space}
     return Tunable(op, "fwd", kernels=kernels, key=key, dims=dims, **rules)
@@ -562,7 +562,7 @@ def distill_tunable(
 
 
 class DistillRows(NamedTuple):
-    """The losses of rows times `share`, fp32 [n_rows]; hard: None without a hard loss."""
+    """The losses of the rows times `share`, fp32 [n_rows]; hard is None without a hard loss."""
 
     soft: torch.Tensor
     hard: torch.Tensor | None = None
@@ -583,19 +583,19 @@ def distill_rows(
     row_start: int = 0,
     scale_in_backward: bool = False,
 ) -> None:
-    """Losses and gradient of student [n, vocab], which are rows row_start, row_start + 1, ... of labels and out.
+    """Compute losses and gradient of student [n, vocab], for the rows row_start to row_start + n - 1 of labels and out.
 
-    student, teacher, dlogits: logits in buffers of `sweep`, whose padding between rows may be accessed; for KL, teacher
-    is the probabilities of these n rows; share: fp32 on the device, multiplies losses and gradient (with
-    scale_in_backward the losses alone); dlogits: where the gradient goes, which may be `student`, or None
+    student, teacher, dlogits: buffers of `sweep`, whose padding between rows may be accessed; for KL, teacher holds the
+    probabilities of the n rows; share: fp32 on the device, a factor of the losses and, without scale_in_backward, of
+    the gradient; dlogits: the buffer for the gradient, which may be `student`, or None
     """
     n, n_cols = student.shape
     if not n:
         return
     assert dlogits is None or dlogits.stride(0) == student.stride(0), "dlogits must have the row stride of student"
-    hard = _NO_HARD
+    hard = _NO_HARD_LOSS
     if out.hard is not None or options.hard_weight:
-        hard = _HARD_SHARED if options.temperature == 1.0 and options.kind != COSINE else _HARD_APART
+        hard = _HARD_USES_SOFT_SUM if options.temperature == 1.0 and options.kind != COSINE else _HARD_HAS_SUM
     args = (
         *(student, teacher, labels, student_bias, teacher_bias, share, *out, dlogits),
         *(student.stride(0), teacher.stride(0), row_start, n_cols, options.ignore_index),

@@ -1,6 +1,6 @@
 """Divergences of two rows of (log-)probabilities: the terms, their row sums and the gradient, in one pass.
 
-A divergence is the sum of f(x, y) over the columns. The derivative of f in x, on the right, needs no other column:
+A divergence is the sum of f(x, y) over the columns. The right column is df / dx:
 
     KL       y (log max(y, eps) - x)             x a log-probability, y a probability       -y
     KL_LOG   e^y (y - x)                         both log-probabilities                     -e^y
@@ -8,9 +8,9 @@ A divergence is the sum of f(x, y) over the columns. The derivative of f in x, o
     JSD      b e^y (y - m) + (1 - b) e^x (x - m), m = log(b e^y + (1 - b) e^x)              (1 - b) e^x (x - m)
     TVD      |x - y| / 2                         both probabilities                         sign(x - y) / 2, 0 at a tie
 
-A term is zero, never nan, where the probability that it is weighted with is zero. Everything is computed in fp32.
-The forward reads x and y once and writes the gradient, divided as the loss is. Backward multiplies it by the incoming
-gradient (loss_gradient.py). With reduction="none" the result is the terms, and backward computes the derivative.
+A term whose factor e^x, e^y or y (KL) is zero is zero, never nan. Everything is computed in fp32. The forward reads x
+and y once and writes the gradient of the reduced loss. Backward multiplies it by the incoming gradient
+(loss_gradient.py). With reduction="none" the forward returns the terms, and backward computes df / dx.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def divergence_terms(x: torch.Tensor, y: torch.Tensor, kind: int, beta: float = 
 
 
 def _weighted(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """p * value; where p is 0, the product and its gradient are 0 even for an infinite value."""
+    """p * value. Where p is 0, the product and its gradient are 0, even if value is infinite."""
     return p * torch.where(p == 0, 0.0, value)
 
 
@@ -84,7 +84,7 @@ def divergence_reference(x, y, labels, options: Divergence):
     """The reduced loss in plain torch, in fp32 or fp64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     p, q = x.to(wide), y.to(wide)
-    if labels is not None:  # before the terms too: the gradient of a nan would be nan
+    if labels is not None:  # the inputs are masked as well as the terms: the gradient through a nan would be nan
         ignored = (labels == options.ignore_index)[:, None]
         p, q = p.masked_fill(ignored, 0.0), q.masked_fill(ignored, 0.0)
     terms = divergence_terms(p, q, options.kind, options.beta, options.eps)
@@ -92,20 +92,20 @@ def divergence_reference(x, y, labels, options: Divergence):
         terms = terms.masked_fill(ignored, 0.0)
     if options.reduction == NONE:
         return terms
-    return terms.sum() * share_reference(x, labels, _per_row(options, x.shape[1]), options.ignore_index, wide)
+    return terms.sum() * share_reference(x, labels, _elements_per_row(options, x.shape[1]), options.ignore_index, wide)
 
 
 def share_reference(
     x: torch.Tensor, labels: torch.Tensor | None, per_row: int, ignore_index: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The factor of each row in a loss: 1 / (counted rows * per_row), zero where no row counts; per_row 0 gives 1."""
+    """The factor of each row in a loss: 1 / (counted rows * per_row), 0 if no row counts; 1 for per_row=0 (no mean)."""
     if not per_row:
         return torch.ones((), dtype=dtype, device=x.device)
     n_rows = x.new_ones(x.shape[0]).sum(dtype=dtype) if labels is None else (labels != ignore_index).sum()
     return torch.where(n_rows == 0, 0.0, 1.0 / (n_rows * per_row).to(dtype))
 
 
-def _per_row(options: Divergence, n_cols: int) -> int:
+def _elements_per_row(options: Divergence, n_cols: int) -> int:
     return {MEAN: n_cols, BATCHMEAN: 1}.get(options.reduction, 0)
 
 
@@ -114,7 +114,7 @@ def _per_row(options: Divergence, n_cols: int) -> int:
 
 @triton.jit
 def log2_of(x, FAST_LOG2: tl.constexpr):
-    """log2 of normal numbers; a denormal may be taken for zero."""
+    """log2 of normal numbers; a denormal number may give the log2 of zero."""
     if FAST_LOG2:
         y = libdevice.fast_log2f(x)
     else:
@@ -123,22 +123,22 @@ def log2_of(x, FAST_LOG2: tl.constexpr):
 
 
 @triton.jit
-def jsd_of(d, y, beta, FAST_LOG2: tl.constexpr):
-    """(p, q, log2(m / p), log2(q / m)) for p = 2^y, q = 2^(y + d) and the mixture m = beta p + (1 - beta) q of a JSD.
+def jsd_terms(d, y, beta, FAST_LOG2: tl.constexpr):
+    """(p, q, log2(m / p), log2(q / m)) for p = 2^y, q = 2^(y + d) and JSD's mixture m = beta p + (1 - beta) q.
 
-    The caller clamps y to at least -126, where p and q / p are finite; smaller probabilities do not change an fp32 sum
-    over a row. d = -inf gives q = 0 exactly, and d = 0 gives logarithms of exactly 0.
+    The caller clamps y to at least -126, so that p is normal and q / p is finite; smaller probabilities do not change
+    an fp32 sum over a row. d = -inf gives q = 0 exactly, and d = 0 gives logarithms of exactly 0.
     """
     d = tl.maximum(d, -400.0, propagate_nan=tl.PropagateNan.ALL)
     p = tl.exp2(y)
     ratio = tl.exp2(d)
-    m = log2_of((1.0 - beta) * ratio + beta, FAST_LOG2)
-    return p, p * ratio, m, d - m
+    log_mp = log2_of((1.0 - beta) * ratio + beta, FAST_LOG2)
+    return p, p * ratio, log_mp, d - log_mp
 
 
 @triton.jit
 def divergence_of(x, y, beta, eps, KIND: tl.constexpr, FAST_LOG2: tl.constexpr):
-    """(f, df / dx) of a block; elements past a row's end must be masked by the caller."""
+    """(f, df / dx) of a block. The caller masks elements past the row's end."""
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
     if KIND == 4:
@@ -158,9 +158,9 @@ def divergence_of(x, y, beta, eps, KIND: tl.constexpr, FAST_LOG2: tl.constexpr):
         g = f + q
     else:
         y = tl.maximum(y, -87.3, propagate_nan=tl.PropagateNan.ALL)
-        p, q, m, u = jsd_of((x - y) * LOG2E, y * LOG2E, beta, FAST_LOG2)
-        g = LN2 * (1.0 - beta) * (q * u)
-        f = g - LN2 * beta * (p * m)
+        p, q, log_mp, log_qm = jsd_terms((x - y) * LOG2E, y * LOG2E, beta, FAST_LOG2)
+        g = LN2 * (1.0 - beta) * (q * log_qm)
+        f = g - LN2 * beta * (p * log_mp)
     return f, g
 
 
@@ -182,7 +182,7 @@ def _divergence_tile(
     LOAD_HINT: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """`total` plus the terms of the columns below n_cols. Stores terms and gradient that have a pointer."""
+    """Returns `total` plus the terms of the columns below n_cols; stores the terms in TERM and the gradient in DX."""
     mask = cols < n_cols
     x = load_with_hint(X_ptr + cols, LOAD_HINT, mask=mask, other=0.0)
     y = load_with_hint(Y_ptr + cols, LOAD_HINT, mask=mask, other=0.0)
@@ -228,11 +228,11 @@ def _divergence_kernel(
     LOAD_HINT: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """Program (row, part) takes tiles part, part + parts, ... of a row and stores their sum at SUM[row, part]. Part 0
-    also takes the row's edges, where VECTOR > 1.
+    """Program (row, part) takes the row's tiles part, part + parts, ... and stores their sum in SUM[row, part]. Part 0
+    also takes the row's edges, for VECTOR > 1 (rows/row.py).
 
-    SHARE: the reduction's factor (SCALE_IN_BACKWARD: backward multiplies the gradient by it). GO: the incoming gradient
-    of every term. TERM and DX: [n_rows, n_cols], contiguous; None for a result that is not needed.
+    SHARE: the reduction's factor; with SCALE_IN_BACKWARD the gradient is not multiplied by it here. GO: the incoming
+    gradient of every term. TERM and DX: [n_rows, n_cols], contiguous; None for a result that is not needed.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -266,11 +266,11 @@ def _divergence_kernel(
             slope, beta, eps, KIND, "", FAST_LOG2,
         )  # fmt: skip
     if SUM_ptr is not None:
-        place = SUM_ptr + row * tl.num_programs(1) + part
-        row_sum = tl.sum(total)
+        sum_ptr = SUM_ptr + row * tl.num_programs(1) + part
+        part_sum = tl.sum(total)
         if VECTOR > 1:
-            row_sum += tl.sum(edge_total)
-        tl.store(place, row_sum * share)
+            part_sum += tl.sum(edge_total)
+        tl.store(sum_ptr, part_sum * share)
     if LABEL_ptr is not None:
         for start in tl.range(tl.where(counts, n_body, part * BLOCK_SIZE), n_body, step):
             cols = start + tl.arange(0, BLOCK_SIZE)
@@ -300,12 +300,12 @@ def _label_share_kernel(LABEL_ptr, SHARE_ptr, n_rows, ignore_index, per_row, BLO
 
 
 def _space(target: Target, key: registry.Key) -> list[LaunchConfig]:
-    how = {"per_thread": (4, 32), "stages": (1, 2, 3), "hints": ("none", "stream")}
-    return tile_space(target, column_tiles(key, 1024, 16384), (1, 2, 4, 8, 16, 32), **how)
+    tiles, warps, hints = column_tiles(key, 1024, 16384), (1, 2, 4, 8, 16, 32), ("none", "stream")
+    return tile_space(target, tiles, warps, per_thread=(4, 32), stages=(1, 2, 3), hints=hints)
 
 
 def _tunable(op: str) -> Tunable:
-    """Its heuristic: 16 elements of x and of y a thread, for two loads in flight, and tiles of at most 4096 columns."""
+    """The heuristic: tiles of at most 4096 columns, and 16 elements of x and of y a thread, so two loads in flight."""
     rules = {"heuristic": tile_rule(4096, 16, 16, hint="stream"), "safe": tile_rule(1024, 16, 8), "space": _space}
     return Tunable(op, "fwd", kernels=(_divergence_kernel,), key=row_key, dims=DIMS, **rules)
 
@@ -314,7 +314,7 @@ def _tunable(op: str) -> Tunable:
 
 
 def label_share(labels, n_rows: int, per_row: int, ignore_index: int, device: torch.device) -> torch.Tensor:
-    """`share_reference` on the device, [5] fp32, five times: `scale_gradient` reads element 4 of its stats."""
+    """`share_reference` on the device as fp32 [5], five equal elements: `scale_gradient` reads element 4."""
     share = torch.empty(5, dtype=torch.float32, device=device)
     if not per_row or labels is None:
         return share.fill_(1.0 / (n_rows * per_row) if n_rows * per_row else float(not per_row))
@@ -324,12 +324,12 @@ def label_share(labels, n_rows: int, per_row: int, ignore_index: int, device: to
 
 
 def _scales_in_backward(dtype: torch.dtype, options: Divergence) -> bool:
-    """Whether backward divides by the mean's denominator, not the forward, where the gradient underflows in fp16."""
+    """Whether backward, not the forward, divides by the mean's denominator: in fp16 the quotient underflows."""
     return dtype is torch.float16 and options.reduction in (MEAN, BATCHMEAN)
 
 
 def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool, terms=None, dx=None, go=None):
-    """Launch on row-major inputs; returns the partial sums if `sums`."""
+    """Launch the kernel on row-major inputs. Returns partial sums of the loss, or None without `sums`."""
     n_rows, n_cols = x.shape
     plan = tunable.plan(x.device, row_key(n_rows, n_cols, x.dtype.itemsize))
     # several programs a row where there are too few rows to fill the device
@@ -345,23 +345,23 @@ def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool,
 def divergence_op(op: str) -> tuple[Tunable, tuple[Any, Any]]:
     """(the `<op>.fwd` tunable, (forward, backward) operators); the backward operator is for reduction="none".
 
-    forward(input, target, labels?, dtype, grad, Divergence) -> (loss, gradient or empty, backward's share or empty)
+    forward(input, target, labels?, dtype, grad, Divergence) -> (loss, gradient or empty, stats for backward or empty)
     """
     tunable = _tunable(op)
 
     def fwd(x, y, labels, dtype, grad, options: Divergence):
         x, y, labels = row_major(x), row_major(y), labels if labels is None else labels.contiguous()
         n_rows, n_cols = x.shape
-        share = label_share(labels, n_rows, _per_row(options, n_cols), options.ignore_index, x.device)
-        none = options.reduction == NONE
-        dx = torch.empty((n_rows, n_cols), dtype=x.dtype, device=x.device) if grad and not none else None
-        terms = torch.empty((n_rows, n_cols), dtype=dtype, device=x.device) if none else None
-        sums = _run(tunable, x, y, labels, share, options, not none, terms, dx) if n_rows else share.new_zeros(1)
+        share = label_share(labels, n_rows, _elements_per_row(options, n_cols), options.ignore_index, x.device)
+        reduced = options.reduction != NONE
+        dx = torch.empty((n_rows, n_cols), dtype=x.dtype, device=x.device) if grad and reduced else None
+        terms = None if reduced else torch.empty((n_rows, n_cols), dtype=dtype, device=x.device)
+        sums = _run(tunable, x, y, labels, share, options, reduced, terms, dx) if n_rows else share.new_zeros(1)
         if terms is not None:
             return terms, absent(share), absent(share)
         loss = launch_sum(RowResults(sums), share, SUMMED, dtype)[0]
-        later = grad and _scales_in_backward(x.dtype, options)
-        return loss, absent(x) if dx is None else dx, share if later else absent(share)
+        stats = share if grad and _scales_in_backward(x.dtype, options) else absent(share)
+        return loss, absent(x) if dx is None else dx, stats
 
     def bwd(go, x, y, labels, options: Divergence):
         x, y, go = row_major(x), row_major(y), row_major(go)
@@ -372,18 +372,18 @@ def divergence_op(op: str) -> tuple[Tunable, tuple[Any, Any]]:
             _run(tunable, x, y, labels, share, options, False, None, dx, go)
         return dx
 
-    def slope(x, y, labels, options, incoming):
-        dx = gradient_of(lambda x: divergence_reference(x, y, labels, options), x, incoming)
+    def reference_dx(x, y, labels, options, go):
+        dx = gradient_of(lambda x: divergence_reference(x, y, labels, options), x, go)
         return dx.to(x.dtype).contiguous()
 
     def fwd_reference(x, y, labels, dtype, grad, options: Divergence):
         loss = divergence_reference(x, y, labels, options).to(dtype).contiguous()
         grad = grad and options.reduction != NONE
         stats = x.new_ones(5 if grad and _scales_in_backward(x.dtype, options) else 0, dtype=torch.float32)
-        return loss, slope(x, y, labels, options, x.new_ones(())) if grad else absent(x), stats
+        return loss, reference_dx(x, y, labels, options, x.new_ones(())) if grad else absent(x), stats
 
     def bwd_reference(go, x, y, labels, options: Divergence):
-        return slope(x, y, labels, options, go)
+        return reference_dx(x, y, labels, options, go)
 
     tensors = "Tensor input, Tensor target, Tensor? labels"
     forward = define(
@@ -405,7 +405,7 @@ def divergence_op(op: str) -> tuple[Tunable, tuple[Any, Any]]:
 
 
 class DivergenceFunction(Function):
-    """Autograd for a divergence: saves the finished gradient, or the inputs for reduction="none"."""
+    """Autograd for a divergence. Saves the gradient, for reduction="none" the inputs."""
 
     @staticmethod
     def forward(ctx, input, target, labels, operators, options: Divergence, dtype: torch.dtype):
@@ -427,14 +427,14 @@ class DivergenceFunction(Function):
 
 
 def loss_dtype(input: torch.Tensor, target: torch.Tensor) -> torch.dtype:
-    """The dtype of torch's losses: the promoted one, fp32 under autocast."""
+    """The dtype that torch's losses return: the promoted dtype of both, at least fp32 under autocast."""
     dtype = input.dtype if target.dtype is input.dtype else torch.promote_types(input.dtype, target.dtype)
     low = dtype.itemsize < 4 and autocast_dtype(input.device.type) is not None
     return torch.float32 if low else dtype
 
 
 def divergence(op: str, operators, input, target, labels, options: Divergence, promotes: bool = True) -> torch.Tensor:
-    """Check the arguments of a public function and run it. promotes: the result's dtype depends on target's too."""
+    """Check a public function's arguments and run it. promotes: the result's dtype depends on target's dtype too."""
     check_pair(op, input=input, target=target)
     check_labels(op, labels, input, options.ignore_index)
     dtype = loss_dtype(input, target if promotes else input)
@@ -455,14 +455,14 @@ def check_pair(op: str, **pair: torch.Tensor) -> None:
 
 
 def check_labels(op: str, labels, rows: torch.Tensor, ignore_index) -> None:
-    """Raise unless labels (None: all rows count) fit rows [n_rows, ...] and ignore_index is an int."""
+    """Raise unless ignore_index is an int and labels is None (all rows count) or [n_rows] for rows [n_rows, ...]."""
     check_ignore_index(op, ignore_index)
     if labels is not None:
         check_indices(op, "shift_labels", labels, rows)
 
 
 def check_reduction(op: str, reduction: str, names: Sequence[str] = REDUCTIONS) -> str:
-    """The reduction; raises unless it is one of these names."""
+    """The reduction. Raises unless it is one of `names`."""
     if reduction not in names:
         check(False, op, f"reduction must be one of {', '.join(names)}, got {reduction!r}")
     return reduction
@@ -480,9 +480,9 @@ def sample_labels(n_rows: int, n_labels: int, device, generator) -> torch.Tensor
 def sample_divergence(
     sizes, dtype, device, generator, *, take, take_target=None, labelled=False, **options: Any
 ) -> Sample:
-    """A `Sample` of an input and a target: distributions of random logits by `take` and `take_target`.
+    """A `Sample` of two distributions of random logits. take, take_target: softmax or log_softmax of input and target.
 
-    labelled: with labels, some of which are -100
+    labelled: with labels, some of them -100
     """
     n_rows, n_cols = sizes
     draw = normal(torch.float32, device, generator)

@@ -26,10 +26,10 @@ from .distill_rows import (
     compare_pair,
     distill_reference,
     distill_tunable,
+    gradient_tile,
     logits_tile,
     loss_of_lanes,
     scan_pair,
-    slope_tile,
 )
 from .divergence_rows import TVD, check_pair
 from .divergence_rows import WORKLOADS as WORKLOADS
@@ -170,14 +170,14 @@ def _ce_tvd_bwd_kernel(
             cols = tile * BLOCK_SIZE + block
             s = logits_tile(S_ptr, None, cols, 0, n_body, n_body, float("-inf"), PART == 0, 1)
             t = logits_tile(T_ptr, None, cols, 0, n_body, n_body, float("-inf"), PART == 0, 1)
-            ds = slope_tile(s, t, m_s, l_s, m_t, l_t, 0.0, LOG2E, soft_slope, 0.0, q_coef, 0.0, KIND, 0, False)
+            ds = gradient_tile(s, t, m_s, l_s, m_t, l_t, 0.0, LOG2E, soft_slope, 0.0, q_coef, 0.0, KIND, 0, False)
             ds = tl.where(block == label_col - tile * BLOCK_SIZE, ds - hard_slope, ds)
             tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < n_body)
     if VECTOR > 1:
         cols = edge_columns(head, n_body, n_cols, VECTOR)
         s = logits_tile(S_ptr, None, cols, 0, n_right, n_right, float("-inf"), True, 1)
         t = logits_tile(T_ptr, None, cols, 0, n_right, n_right, float("-inf"), True, 1)
-        ds = slope_tile(s, t, m_s, l_s, m_t, l_t, 0.0, LOG2E, soft_slope, 0.0, q_coef, 0.0, KIND, 0, False)
+        ds = gradient_tile(s, t, m_s, l_s, m_t, l_t, 0.0, LOG2E, soft_slope, 0.0, q_coef, 0.0, KIND, 0, False)
         ds = tl.where(cols == label_col, ds - hard_slope, ds)
         tl.store(DS_ptr + cols, ds.to(DS_ptr.dtype.element_ty), mask=cols < n_right)
 
