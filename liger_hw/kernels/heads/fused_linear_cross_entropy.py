@@ -105,7 +105,7 @@ def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=No
             bias=bias,
             row_grads=row_grads,
             row_start=start,
-            owned=True,
+            uses_padding=True,
         )
     if row_grads is not None:
         return grads.results(bias)

@@ -139,8 +139,8 @@ class _Rows:
     ) -> None:
         self.local, self.part, self.options, self.sent = local, part, options, []
         n_rows, smoothing = local.mine.shape[0], options.label_smoothing
-        self._results = log_prob_buffers(n_rows, like, logit_sum=bool(smoothing), top=options.seeks_top)
-        self._top = torch.empty_like(self._results.lse) if options.seeks_top else None
+        self._results = log_prob_buffers(n_rows, like, logit_sum=bool(smoothing), top=options.needs_top)
+        self._top = torch.empty_like(self._results.lse) if options.needs_top else None
         self.lse = torch.empty_like(self._results.lse) if lse is None else lse
         self._row_options, self._bias, self._plain = LogProbOptions(IGNORED, softcap=options.softcap), bias, plain
         self._per_class = smoothing / part.whole.to(self.lse.dtype) if smoothing else None
@@ -179,7 +179,7 @@ class _Rows:
         z = options.lse_square_scale * self.lse.square()
         loss = torch.where(local.valid, loss + z, float("nan")).masked_fill(~local.counted, 0.0)
         top = None
-        if options.seeks_top:
+        if options.needs_top:
             values, columns = more
             winner = values.argmax(0, keepdim=True)
             top = (columns.gather(0, winner).long() + self.part.starts[winner])[0].masked_fill(~local.counted, -1)

@@ -433,7 +433,7 @@ def sweep(
     """Yields (start, logits, second logits or None) of one chunk after the other; see the top of this file.
 
     logits [stop - start, vocab] are x[start:stop] @ weight^T, rounded to x's dtype, in a buffer whose rows are padded
-    (row kernels take `owned=True`). After the body their gradient, which it left there, is added to `grads`.
+    (row kernels take `uses_padding=True`). After the body their gradient, which it left there, is added to `grads`.
 
     scan: is called with (first row, logits) of each half of a chunk, before the body. It can send data to other ranks
     that travels during the second half's product, or while the body works on the first half.

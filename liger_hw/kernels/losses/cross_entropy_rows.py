@@ -1,10 +1,10 @@
-"""What every cross entropy on rows of logits shares: options, checks of targets, and three launches.
+"""The code that all cross entropies on rows of logits use: options, checks of targets, and three launches.
 
-launch_stats    the denominators of a mean; asserts the targets
+launch_stats    the denominators of a mean; asserts that the targets are in bounds
 launch_rows     losses and gradient of every row, by the sweeps of softmax_rows.py
-launch_sum      the rows' results, reduced in a fixed order
+launch_sum      sums of the rows' results, in a fixed order
 
-Backward multiplies the gradient by the incoming one (loss_gradient.py).
+Backward multiplies this gradient by the incoming gradient (loss_gradient.py).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ NONE, MEAN, SUM = REDUCTIONS = "none", "mean", "sum"
 
 @dataclass
 class CrossEntropyOutput:
-    """What a cross entropy returns when a return_* option is set; None for the results of other return_* options.
+    """The result of a cross entropy with a return_* option; None for the options that are not set.
 
-    z_loss: the part of the loss that lse_square_scale adds, reduced like the loss; token_accuracy: the share of counted
-    rows whose largest logit, the first of equal ones, is the target (per row with reduction="none"); predicted_tokens:
-    [n_rows] int64, the column of that logit, -1 in ignored rows. Only the loss has a gradient.
+    z_loss: the part of the loss that lse_square_scale adds, reduced like the loss; predicted_tokens: [n_rows] int64,
+    the first column of the row's largest logit, -1 in ignored rows; token_accuracy: the share of counted rows whose
+    predicted token is the target (per row with reduction="none"). Only the loss has a gradient.
     """
 
     loss: torch.Tensor
@@ -41,7 +41,7 @@ class CrossEntropyOutput:
 
 
 class Options(NamedTuple):
-    """The options of a cross entropy, checked (`cross_entropy_options`). softcap: 0.0 for none."""
+    """The options that `cross_entropy_options` checked. softcap: 0.0 for none."""
 
     ignore_index: int = -100
     lse_square_scale: float = 0.0
@@ -59,11 +59,11 @@ class Options(NamedTuple):
         return self[5:8]
 
     @property
-    def seeks_top(self) -> bool:
+    def needs_top(self) -> bool:
         return self.return_token_accuracy or self.return_predicted_tokens
 
     def scales_in_backward(self, dtype: torch.dtype) -> bool:
-        """Whether backward, not the forward, divides by the mean's denominator: p / n_rows underflows in fp16."""
+        """Whether backward, not the forward, divides by the mean's denominator: in fp16 p / n_rows underflows."""
         return dtype is torch.float16 and self.reduction == MEAN
 
 
@@ -79,7 +79,7 @@ def cross_entropy_options(
     return_predicted_tokens: bool = False,
     use_token_scaling: bool = False,
 ) -> Options:
-    """Raises `TypeError` for an option of another type, `ValueError` for its value."""
+    """Raises `TypeError` for an option of a wrong type, `ValueError` for an invalid value."""
     check_ignore_index(op, ignore_index)
     check_floats(op, label_smoothing=label_smoothing, lse_square_scale=lse_square_scale)
     check_flags(
@@ -133,7 +133,7 @@ def pack(outputs: Sequence[torch.Tensor], options: Options) -> torch.Tensor | Cr
 
 
 def absent(like: torch.Tensor) -> torch.Tensor:
-    """Stands for a result that is not returned: an operator may not return None."""
+    """An empty tensor for a result that is not returned: an operator cannot return None."""
     return like.new_empty(0)
 
 
@@ -156,19 +156,19 @@ def check_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int)
 
 
 def check_in_range(op: str, target: torch.Tensor | None, n_cols: int | torch.Tensor, ignore_index: int) -> None:
-    """`check_targets` on the CPU or with LIGER_HW_CHECK_TARGETS=1, else an assertion on the device. Nothing is checked
-    inside torch.compile, and for fake tensors, which have no values."""
+    """`check_targets` on the CPU or with LIGER_HW_CHECK_TARGETS=1, else an assertion on the device. Does nothing inside
+    torch.compile, or for fake tensors, which have no values."""
     if type(target) is not torch.Tensor or torch.compiler.is_compiling():
         return
     if target.device.type == "cpu" or env.LIGER_HW_CHECK_TARGETS:
         check_targets(op, target.reshape(-1), int(n_cols), ignore_index)
     elif target.device.type != "meta":
         inside = (target == ignore_index) | ((target >= 0) & (target < n_cols))
-        assert_on_device(inside.all(), f"{op}: target out of bounds; LIGER_HW_CHECK_TARGETS=1 names it")
+        assert_on_device(inside.all(), f"{op}: target out of bounds; LIGER_HW_CHECK_TARGETS=1 names the row")
 
 
 def assert_on_device(holds: torch.Tensor, message: str) -> None:
-    """An assertion for which the host does not wait. On devices where torch has none, the row's loss is nan."""
+    """An assertion that does not synchronise. Devices for which torch has none get no error; the row's loss is nan."""
     try:
         private.assert_async(holds, message)
     except NotImplementedError:
@@ -178,7 +178,7 @@ def assert_on_device(holds: torch.Tensor, message: str) -> None:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-# A program accesses one element of these tensors: alignment gains nothing, and chunks begin at any row.
+# A program accesses one element of these tensors: alignment gains nothing, and a chunk may begin at any row.
 @triton.jit(
     do_not_specialize=["ignore_index"],
     do_not_specialize_on_alignment=["Y_ptr", "GO_ptr", "LOSS_ptr", "Z_ptr", "TOP_ptr"],
@@ -209,12 +209,12 @@ def _cross_entropy_fwd_kernel(
     STAGES: tl.constexpr,
     LOAD_HINT: tl.constexpr,
 ):
-    """One program a row. DX may be X: a program reads each element of its row before it writes it.
+    """One program per row. DX may be X: a program reads each element of the row before it writes it.
 
     STATS: see `_cross_entropy_stats_kernel`. VECTOR: as in rows/row.py; 0 where the padding between rows may be
     accessed and DX has the stride of X.
     """
-    # the second sweep is the last to read the row, which the first keeps in cache for it
+    # The first sweep keeps the row in cache for the second sweep, which is the last to read it.
     AGAIN_EVICT: tl.constexpr = "evict_first" if LOAD_HINT == "evict_last" else ""
     ARGMAX: tl.constexpr = TOP_ptr is not None
     row = tl.program_id(0).to(tl.int64)
@@ -241,7 +241,7 @@ def _cross_entropy_fwd_kernel(
 
     # Read before the first sweep, whose reductions are the barrier before another warp writes the gradient at y.
     inside = (y >= 0) & (y < n_cols)
-    y_read = tl.where(inside, y, 0)  # an invalid target must not be used as an index; its row becomes nan
+    y_read = tl.where(inside, y, 0)  # an invalid target is not used as an index; its row becomes nan
     s_y = tl.load(X_ptr + (y_read - head)).to(tl.float32)
     if BIAS_ptr is not None:
         s_y += tl.load(BIAS_ptr + y_read).to(tl.float32)
@@ -324,12 +324,12 @@ def loss_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
 
 def rows_tunable(op: str, key, dims: tuple[str, ...] = DIMS, heuristic=loss_heuristic) -> Tunable:
     """The `<op>.fwd` tunable of an op that uses `launch_rows`."""
-    how = {"dims": dims, "heuristic": heuristic, "safe": rows_safe, "space": rows_space, "version": 2}
-    return Tunable(op, "fwd", kernels=(_cross_entropy_fwd_kernel,), key=key, **how)
+    rules = {"dims": dims, "heuristic": heuristic, "safe": rows_safe, "space": rows_space, "version": 2}
+    return Tunable(op, "fwd", kernels=(_cross_entropy_fwd_kernel,), key=key, **rules)
 
 
 class RowResults(NamedTuple):
-    """Results [n_rows] of the row kernel; None for those that are not asked for.
+    """Results [n_rows] of the row kernel, None if not computed.
 
     top: the first column of the largest logit, -1 in ignored rows
     """
@@ -352,13 +352,13 @@ def launch_rows(
     bias: torch.Tensor | None = None,
     row_grads: torch.Tensor | None = None,
     row_start: int = 0,
-    owned: bool = False,
+    uses_padding: bool = False,
 ) -> None:
-    """Losses and gradient of x [n, n_cols], which are rows row_start, row_start + 1, ... of target and results.
+    """Compute losses and gradient of x [n, n_cols], for the rows row_start to row_start + n - 1 of target and results.
 
-    dx: where the gradient goes, which may be x, or None; row_grads: the incoming gradient of each row, contiguous,
-    multiplied into dx; owned: the padding between rows of x may be accessed, for wide accesses at any n_cols; dx then
-    has the stride of x
+    dx: the buffer for the gradient, which may be x, or None; row_grads: the incoming gradient of each row, contiguous,
+    a factor of dx; uses_padding: the padding between rows of x may be accessed, so that accesses are wide at any
+    n_cols; dx then has the stride of x
     """
     n_cols, per_row = x.shape[1], (target, row_grads, *results)
     if row_start:
@@ -375,18 +375,18 @@ def launch_rows(
         options.softcap != 0.0,
         options.use_token_scaling,
         n_cols <= plan.config.blocks["BLOCK_SIZE"],
-        0 if owned else row_vector(x, dx, unit=LINE),
+        0 if uses_padding else row_vector(x, dx, unit=LINE),
     )
     launch(plan, _cross_entropy_fwd_kernel, (x.shape[0],), args, flags)
 
 
 def row_buffers(n_rows: int, options: Options, dtype: torch.dtype, device: torch.device) -> RowResults:
-    """Buffers for n_rows rows: of `dtype` if the rows are the result, of fp32 if they will be summed."""
-    rows = dtype if options.reduction == NONE else torch.float32
+    """Buffers for n_rows rows: in `dtype` with reduction="none", in fp32 if they will be summed."""
+    loss_dtype = dtype if options.reduction == NONE else torch.float32
     return RowResults(
-        torch.empty(n_rows, dtype=rows, device=device),
-        torch.empty(n_rows, dtype=rows, device=device) if options.return_z_loss else None,
-        torch.empty(n_rows, dtype=torch.int64, device=device) if options.seeks_top else None,
+        torch.empty(n_rows, dtype=loss_dtype, device=device),
+        torch.empty(n_rows, dtype=loss_dtype, device=device) if options.return_z_loss else None,
+        torch.empty(n_rows, dtype=torch.int64, device=device) if options.needs_top else None,
     )
 
 
@@ -405,9 +405,9 @@ def _cross_entropy_stats_kernel(
     MEAN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program computes the eight numbers of a call. STATS[0]: the factor of the loss, for MEAN 1 / sum of w[y],
-    else 1; [1]: the factor of the z-loss, for MEAN 1 / counted rows, else 1; [2]: the sum of w; [3]: 1 / counted rows;
-    [4]: 1 / sum of w[y], 1 where no row counts; [5] to [7]: the options. OK: whether all targets are in bounds."""
+    """One program computes the eight numbers of a call. STATS[0]: the factor of the loss, 1 / sum(w[y]) for MEAN, else
+    1; [1]: the factor of the z-loss, 1 / counted rows for MEAN, else 1; [2]: sum(w); [3]: 1 / counted rows; [4]:
+    1 / sum(w[y]), or 1 if no row counts; [5] to [7]: the options. OK: whether all targets are in bounds."""
     counted = tl.zeros([BLOCK_SIZE], dtype=tl.int32)
     outside = tl.zeros([BLOCK_SIZE], dtype=tl.int32)
     weights = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
@@ -457,7 +457,7 @@ def _cross_entropy_sum_kernel(
 ):
     """One program sums the rows' results in a fixed order. If no row counts, STATS' factors are inf and a mean is nan.
 
-    HIT: the share of the counted rows whose largest logit is the target
+    HIT: the share of counted rows with top = target
     """
     loss = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     z = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
@@ -504,7 +504,7 @@ STATS = Tunable(
 
 
 def launch_stats(op: str, target, weight, n_cols: int, options: Options, device: torch.device) -> torch.Tensor:
-    """The STATS of `_cross_entropy_stats_kernel`. Checks the targets, on a GPU by an assertion on the device."""
+    """STATS, see `_cross_entropy_stats_kernel`. Checks the targets, on a GPU by an assertion on the device."""
     if INTERPRET or env.LIGER_HW_CHECK_TARGETS:
         check_targets(op, target, n_cols, options.ignore_index)
     n_rows = target.shape[0]
@@ -520,7 +520,7 @@ def launch_stats(op: str, target, weight, n_cols: int, options: Options, device:
 
 
 def assert_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int, plain: bool = False) -> None:
-    """The check of `launch_stats`, for a loss without these numbers. plain: without a kernel."""
+    """The check of `launch_stats`, for a loss that does not use STATS. plain: without a kernel."""
     if plain:
         check_in_range(op, target, n_cols, ignore_index)
     else:
@@ -528,13 +528,13 @@ def assert_targets(op: str, target: torch.Tensor, n_cols: int, ignore_index: int
 
 
 SUMMED = Options(reduction=SUM)
-"""For `launch_sum` of the rows of other losses."""
+"""The options with which other losses call `launch_sum`."""
 
 
 def launch_sum(
     rows: RowResults, stats: torch.Tensor, options: Options, dtype: torch.dtype, target: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """(loss, z_loss, token_accuracy, predicted_tokens) from the rows' results; `absent` for those not asked for.
+    """(loss, z_loss, token_accuracy, predicted_tokens) from the rows' results; `absent` where the option is not set.
 
     target: for the token accuracy
     """

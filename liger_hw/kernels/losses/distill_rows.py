@@ -124,7 +124,7 @@ def _update_maxima(x, m):
 
 
 @triton.jit
-def _rebased(moment, weights, shift):
+def _shifted(moment, weights, shift):
     """sum(w * (d + shift)) from `moment` = sum(w * d) and `weights` = sum(w); weights of 0 add 0 for any shift."""
     return moment + tl.where(weights == 0.0, 0.0, weights * shift)
 
@@ -200,17 +200,17 @@ def scan_pair(
             if KIND == 0:
                 p = tl.reshape(t, [LANES, GROUP])
                 terms = p * (log2_of(tl.maximum(p, tl.maximum(eps, 1.2e-38)), FAST_LOG2) - low_s * scale)
-                moment = _rebased(moment, sum_t, rise_s * scale) + tl.sum(tl.where(p == 0.0, 0.0, terms), axis=1)
+                moment = _shifted(moment, sum_t, rise_s * scale) + tl.sum(tl.where(p == 0.0, 0.0, terms), axis=1)
                 sum_t += tl.sum(p, axis=1)
             if T_IS_LOGITS:
                 top_t, rise_t, low_t = _update_maxima(tl.reshape(t, [LANES, GROUP]), top_t)
                 factor_t = tl.exp2(-rise_t * scale)
                 e_t = tl.exp2(low_t * scale)
                 if KIND == 1:
-                    moment = tl.where(factor_t == 0.0, 0.0, _rebased(moment, sum_t, rise_s - rise_t) * factor_t)
+                    moment = tl.where(factor_t == 0.0, 0.0, _shifted(moment, sum_t, rise_s - rise_t) * factor_t)
                     moment += tl.sum(tl.where(e_t == 0.0, 0.0, e_t * (low_t - low_s)), axis=1)
                 if KIND == 2:
-                    moment = tl.where(factor_s == 0.0, 0.0, _rebased(moment, sum_s, rise_t - rise_s) * factor_s)
+                    moment = tl.where(factor_s == 0.0, 0.0, _shifted(moment, sum_s, rise_t - rise_s) * factor_s)
                     moment += tl.sum(tl.where(e_s == 0.0, 0.0, e_s * (low_s - low_t)), axis=1)
                 sum_t = sum_t * factor_t + tl.sum(e_t, axis=1)
             sum_s = sum_s * factor_s + tl.sum(e_s, axis=1)
@@ -237,13 +237,13 @@ def loss_of_lanes(top_s, sum_s, top_t, sum_t, moment, scale, inv_temperature, KI
     dot = 0.0
     if KIND == 0:
         dot = tl.sum(sum_t)
-        soft = LN2 * (tl.sum(_rebased(moment, sum_t, (m_s - top_s) * scale)) + dot * l_s)
+        soft = LN2 * (tl.sum(_shifted(moment, sum_t, (m_s - top_s) * scale)) + dot * l_s)
     elif KIND == 1:
         dot = -1.0
-        moment = _rebased(moment, sum_t, (m_s - top_s) - (m_t - top_t))
+        moment = _shifted(moment, sum_t, (m_s - top_s) - (m_t - top_t))
         soft = inv_temperature * _combine_lanes(moment, top_t, m_t, scale) / d_t + LN2 * (l_s - l_t)
     elif KIND == 2:
-        moment = _rebased(moment, sum_s, (m_t - top_t) - (m_s - top_s))
+        moment = _shifted(moment, sum_s, (m_t - top_t) - (m_s - top_s))
         soft = inv_temperature * _combine_lanes(moment, top_s, m_s, scale) / d_s + LN2 * (l_t - l_s)
         dot = soft
     return m_s, l_s, m_t, l_t, soft, dot

@@ -1,10 +1,10 @@
-"""Log-probabilities of chosen tokens, a row of logits at a time, and the gradient of any loss made of them.
+"""Log-probabilities of target tokens from rows of logits, and the gradient of any loss that is computed from them.
 
 For a row of logits x, token y and temperature T, with s = softcap(x + bias) / T, the bias added in fp32:
     lse = log(sum(exp(s)))     logp = s[y] - lse     entropy = lse - sum(softmax(s) * s)     logit_sum = sum(s * T)
     top = the first column of the largest x + bias
     d loss / dx[c] = (a * ([c = y] - p[c]) - b * p[c] * (log p[c] + entropy)) / T, through the softcap
-where a = d loss / d logp and b = d loss / d entropy of the row, read on the device. Between the two launches, a
+where a = d loss / d logp and b = d loss / d entropy of the row (`coef`, `entropy_coef`). Between the two launches, a
 preference or policy loss is a few torch operations on [n_rows] tensors:
 
     for start, logits, _ in sweep(chunks, x, weight, grads):
@@ -13,12 +13,12 @@ preference or policy loss is a few torch operations on [n_rows] tensors:
         loss[rows], coef[rows] = my_loss_and_slope(out.logp[rows], ...)                     # slope: d loss / d logp
         row_log_prob_gradients(logits, target, out, coef, options, bias=bias, row_start=start)  # in place
 
-A loss that needs every row's logp before any slope, of a sequence that spans chunks, sweeps twice: first without
-gradients, then through `row_log_prob_gradients` alone.
+If the slopes depend on a sequence that spans chunks, there are two sweeps: the first calls `row_log_probs` for all
+rows, the second `row_log_prob_gradients`.
 
 Rows whose target is ignore_index have logp, entropy and gradient of exactly zero. Their lse is zero too, unless
-logit_sum is computed, for which their logits are read. A target out of range gives nan in its row, without an
-assertion. Everything is computed in fp32.
+logit_sum is computed, which reads their logits. A target out of range gives nan in its row, without an assertion.
+Everything is computed in fp32.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _log_prob_rows_kernel(
     STAGES: tl.constexpr,
     LOAD_HINT: tl.constexpr,
 ):
-    """One program a row of a chunk that begins at row `row_start` of the targets and results.
+    """One program per row of a chunk, whose first row is row `row_start` of the targets and results.
 
     The two floats come before the integers: otherwise Triton 3.8.0's LLVM crashes on gfx942 and gfx950 ("Use not
     jointly dominated by defs").
@@ -88,7 +88,7 @@ def _log_prob_rows_kernel(
                 tl.store(TOP_ptr + row, -1)
             return
     inside = (y >= 0) & (y < n_cols)
-    y_read = tl.where(inside, y, 0)  # an invalid target must not be used as an index; its row becomes nan
+    y_read = tl.where(inside, y, 0)  # an invalid target is not used as an index; its row becomes nan
     s_y = tl.load(X_ptr + (y_read - head)).to(tl.float32)
     if BIAS_ptr is not None:
         s_y += tl.load(BIAS_ptr + y_read).to(tl.float32)
@@ -140,7 +140,7 @@ def _log_prob_gradient_kernel(
     STAGES: tl.constexpr,
     LOAD_EVICT: tl.constexpr,
 ):
-    """One program a row of a chunk. DX may be X: the same thread reads and writes an element."""
+    """One program per row of a chunk. DX may be X: the same thread reads and writes an element."""
     chunk_row = tl.program_id(0).to(tl.int64)
     row = chunk_row + row_start
     head = row_head(chunk_row * X_row_stride, VECTOR)
@@ -183,8 +183,8 @@ HEAD_DIMS = ("n_rows", "hidden", "vocab")
 
 
 def _rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """The cross entropies' tiles without a cache hint, as no row is read again; for wide rows smaller tiles in four
-    stages, where shared memory holds the tiles of eight programs."""
+    """`rows_heuristic` without a cache hint, as no row is read again. Wide rows have smaller tiles in four stages, if
+    shared memory holds the tiles of eight programs."""
     config, tile, stages = rows_heuristic(target, key), 4096, 4
     if key[0] > 2 * tile and 8 * (stages - 1) * tile * key[1] <= target.shared_memory:
         return LaunchConfig({"BLOCK_SIZE": tile}, target.warps(tile, 32, 16), stages)
@@ -192,7 +192,7 @@ def _rows_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
 
 
 def _gradient_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """The cross entropies' tiles, with twice the threads for wide rows, to hide the latency of loads."""
+    """`rows_heuristic` with twice the threads for wide rows, to hide the latency of loads."""
     config = rows_heuristic(target, key)
     block = config.blocks["BLOCK_SIZE"]
     return LaunchConfig(config.blocks, target.warps(block, 16, 16) if key[0] > block else config.num_warps)
@@ -213,7 +213,7 @@ LOGP, LOGP_GRAD = log_prob_tunables("fused_linear_log_probs", HEAD_DIMS)
 
 
 class LogProbOptions(NamedTuple):
-    """The options of `log_prob_options`, checked. softcap: 0.0 for none"""
+    """The options that `log_prob_options` checked. softcap: 0.0 for none."""
 
     ignore_index: int = -100
     temperature: float = 1.0
@@ -221,7 +221,7 @@ class LogProbOptions(NamedTuple):
 
 
 def log_prob_options(op: str, ignore_index: int, temperature: float, softcap: float | None = None) -> LogProbOptions:
-    """Raises unless temperature and softcap are positive and finite."""
+    """Raises unless temperature and softcap (or None) are positive and finite."""
     check_ignore_index(op, ignore_index)
     check_floats(op, temperature=temperature)
     if not 0.0 < temperature < float("inf"):
@@ -230,7 +230,7 @@ def log_prob_options(op: str, ignore_index: int, temperature: float, softcap: fl
 
 
 class LogProbs(NamedTuple):
-    """Results [n_rows], fp32, None where not computed. top: int64, the first column of the largest logit or -1."""
+    """Results [n_rows], fp32, None if not computed. top: int64, the largest logit's first column, or -1 if ignored."""
 
     logp: torch.Tensor
     lse: torch.Tensor
@@ -242,7 +242,7 @@ class LogProbs(NamedTuple):
 def log_prob_buffers(
     n_rows: int, like: torch.Tensor, *, entropy: bool = False, logit_sum: bool = False, top: bool = False
 ) -> LogProbs:
-    """Buffers for the results of n_rows rows of logits like `like`, in fp32 (fp64 for fp64)."""
+    """Buffers for n_rows rows on the device of `like`, in fp32 (fp64 for fp64)."""
     wide = torch.promote_types(like.dtype, torch.float32)
 
     def rows(dtype: torch.dtype = wide) -> torch.Tensor:
@@ -260,14 +260,14 @@ def row_log_probs(
     *,
     bias: torch.Tensor | None = None,
     row_start: int = 0,
-    owned: bool = True,
+    uses_padding: bool = True,
     tunable: Tunable | None = None,
     plain: bool = False,
 ) -> None:
-    """Fill `out` for logits [n, vocab], which are rows row_start, row_start + 1, ... of target and of `out`.
+    """Fill `out` from logits [n, vocab], for the rows row_start to row_start + n - 1 of target and of `out`.
 
-    target: [n_rows] int64 or int32, contiguous; owned: the padding between rows may be accessed, as in a buffer of
-    `sweep`; tunable: from `log_prob_tunables`, LOGP by default; plain: in torch, for the references of operators
+    target: [n_rows] int64 or int32, contiguous; uses_padding: the padding between rows may be accessed, as in
+    buffers of `sweep`; tunable: from `log_prob_tunables`, by default LOGP; plain: use torch operations, no kernel
     """
     n, vocab = logits.shape
     if not n:
@@ -277,11 +277,11 @@ def row_log_probs(
         return
     plan = (tunable or LOGP).plan(logits.device, columns_key(vocab, logits.dtype.itemsize))
     stride = logits.stride(0)
-    numbers = *_scaling(options), stride, row_start, vocab, stride if owned else vocab, options.ignore_index
+    numbers = *_scaling(options), stride, row_start, vocab, stride if uses_padding else vocab, options.ignore_index
     flags = (
         options.softcap != 0.0,
         vocab <= plan.config.blocks["BLOCK_SIZE"],
-        1 if owned else row_vector(logits, unit=LINE),
+        1 if uses_padding else row_vector(logits, unit=LINE),
     )
     launch(plan, _log_prob_rows_kernel, (n,), (logits, target, bias, *out, *numbers), flags)
 
@@ -299,15 +299,15 @@ def row_log_prob_gradients(
     dlogits: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     row_start: int = 0,
-    owned: bool = True,
+    uses_padding: bool = True,
     tunable: Tunable | None = None,
     plain: bool = False,
 ) -> None:
-    """d loss / d logits into `dlogits`, by default over the logits; arguments as in `row_log_probs`.
+    """Write d loss / d logits to `dlogits`, by default over the logits. Other arguments are as in `row_log_probs`.
 
-    saved: the `out` of `row_log_probs`; coef, entropy_coef: d loss / d logp and d loss / d entropy, [n_rows] contiguous
-    (the latter needs saved.entropy); softmax_coef: the factor of softmax(s), by default coef; smoothing_term: added to
-    the gradient of every logit (label smoothing)
+    saved: the `out` of `row_log_probs`; coef: d loss / d logp, [n_rows] contiguous; entropy_coef: d loss / d entropy,
+    needs saved.entropy; softmax_coef: the factor of softmax(s), by default coef; smoothing_term: added to the gradient
+    of every logit (label smoothing)
     """
     n, vocab = logits.shape
     if not n:
@@ -322,12 +322,12 @@ def row_log_prob_gradients(
         return
     plan = (tunable or LOGP_GRAD).plan(logits.device, columns_key(vocab, logits.dtype.itemsize))
     strides = logits.stride(0), dlogits.stride(0)
-    stored = min(strides) if owned else vocab
-    numbers = *strides, row_start, vocab, stored, options.ignore_index, *_scaling(options)
+    n_stored = min(strides) if uses_padding else vocab
+    numbers = *strides, row_start, vocab, n_stored, options.ignore_index, *_scaling(options)
     flags = (
         options.softcap != 0.0,
         vocab <= plan.config.blocks["BLOCK_SIZE"],
-        1 if owned else row_vector(logits, dlogits, unit=LINE),
+        1 if uses_padding else row_vector(logits, dlogits, unit=LINE),
     )
     launch(plan, _log_prob_gradient_kernel, (n,), (logits, target, bias, *saved_and_coefs, dlogits, *numbers), flags)
 
@@ -341,7 +341,7 @@ def scores_reference(logits: torch.Tensor, bias: torch.Tensor | None, options: L
     wide = torch.promote_types(logits.dtype, torch.float32)
     s = logits.to(wide)
     if bias is not None:
-        s = s + bias.expand_as(logits).to(wide)  # rounds the rows before their sum, as a linear layer's gradient does
+        s = s + bias.expand_as(logits).to(wide)  # so the bias gradient sums rounded rows, as a linear layer's does
     if options.softcap:
         s = options.softcap * torch.tanh(s / options.softcap)
     return s / options.temperature
@@ -388,7 +388,7 @@ def _fill_plain(logits, target, out: LogProbs, options: LogProbOptions, bias, ro
 def _plain_gradient(
     logits, target, bias, lse, entropy, coef, softmax_coef, smoothing_term, entropy_coef, options: LogProbOptions
 ) -> torch.Tensor:
-    """The gradient of some rows, in fp32 (fp64 for fp64). lse may include columns that the logits do not have."""
+    """The gradient of the given rows, in fp32 (fp64 for fp64). lse may include columns of other ranks' logits."""
     s = scores_reference(logits, bias, options)
     log_p = s - lse[:, None]
     p, is_ignored = log_p.exp(), target == options.ignore_index

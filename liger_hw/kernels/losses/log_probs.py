@@ -110,7 +110,7 @@ def _fwd(logits, target, entropy, top, options: LogProbOptions, plain=False):
     logits, target = row_major(logits), target.contiguous()
     assert_targets(_NAME, target, logits.shape[1], options.ignore_index, plain)
     out = log_prob_buffers(logits.shape[0], logits, entropy=entropy, top=top)
-    row_log_probs(logits, target, out, options, owned=False, tunable=FWD, plain=plain)
+    row_log_probs(logits, target, out, options, uses_padding=False, tunable=FWD, plain=plain)
     return results_of(out)
 
 
@@ -123,7 +123,7 @@ def results_of(out: LogProbs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 def _write_gradient(dlogits, dlogp, dentropy, logits, target, lse, entropy, options: LogProbOptions, plain=False):
     saved, slopes = LogProbs(lse, lse, entropy), None if dentropy is None else dentropy.contiguous()
     rows = logits, target.contiguous(), saved, dlogp.contiguous(), options
-    row_log_prob_gradients(*rows, entropy_coef=slopes, dlogits=dlogits, owned=False, tunable=BWD, plain=plain)
+    row_log_prob_gradients(*rows, entropy_coef=slopes, dlogits=dlogits, uses_padding=False, tunable=BWD, plain=plain)
 
 
 def _bwd(dlogp, dentropy, logits, *saved, plain=False):

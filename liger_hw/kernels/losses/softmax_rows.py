@@ -1,13 +1,13 @@
-"""The core of every loss on rows of logits: a sweep for the softmax's statistics, and a sweep that writes a gradient.
+"""The core of the losses on rows of logits: a sweep for the softmax's statistics, and a sweep that writes a gradient.
 
 For a row x with an optional bias, softcap and temperature T, s = softcap(x + bias) / T, in fp32:
     first sweep     lse = log(sum(exp(s))), and on request the entropy, sum(w * s) * T and argmax(x)
     second sweep    dx[c] = softmax_coef * p[c] - target_coef * [c = y] - smoothing_term * w[c]
-                            - b * p[c] * (log p[c] + entropy),
-                    with p = exp(s - lse), through the softcap (1 / T is in the factors)
-The first goes forwards by tiles, with running maxima (the online softmax), the second backwards, since what was read
-last is still in cache. Only a row's last tile is masked; a row of one tile stays in registers between the sweeps.
-Rows that do not begin at 16 bytes also have edges (rows/row.py).
+                            - entropy_coef * p[c] * (log p[c] + entropy),
+                    with p = exp(s - lse), times the derivative of s
+The first sweep runs from the first tile to the last, with running maxima (the online softmax). The second runs from the
+last tile to the first, because the tiles read last are still in cache. Only a row's last tile is masked. A row of one
+tile stays in registers between the sweeps. Rows that do not begin at 16 bytes also have edges (rows/row.py).
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867
 """
@@ -40,9 +40,9 @@ else:
 
 @triton.jit
 def load_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored, outside, MASKED: tl.constexpr, LOAD_HINT: tl.constexpr):
-    """A tile of logits plus bias in fp32. MASKED: the row ends in it, and columns from n_cols on get `outside`.
+    """A tile of logits plus bias in fp32. MASKED: the row ends in this tile; columns from n_cols on get `outside`.
 
-    n_stored: the column where loads end: at a multiple of 16 bytes the last tile's loads stay wide
+    n_stored: the column where loads end; if it is a multiple of 16 bytes, the last tile's loads stay wide
     """
     if MASKED:
         x = tl.load(X_ptr + cols, mask=cols < n_stored, other=0.0).to(tl.float32)
@@ -68,9 +68,10 @@ def load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR: tl.constexpr):
 
 @triton.jit
 def _gradient_tile(
-    x, cols, n_cols, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef, smoothing_term, b, entropy
-):
-    """The gradient of a tile's logits, see the top of this file. softcap, smoothing_term and b: None for none."""
+    x, cols, n_cols, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef, smoothing_term, entropy_coef,
+    entropy,
+):  # fmt: skip
+    """The gradient of a tile's logits, see the top of this file. The terms whose coefficient is None are left out."""
     s = x
     if softcap is not None:
         t = tanh(x * (1.0 / softcap))
@@ -83,8 +84,8 @@ def _gradient_tile(
             g -= smoothing_term * tl.load(W_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
         else:
             g -= smoothing_term
-    if b is not None:
-        g -= tl.where(p == 0.0, 0.0, b * p * (log_p + entropy))
+    if entropy_coef is not None:
+        g -= tl.where(p == 0.0, 0.0, entropy_coef * p * (log_p + entropy))
     g = tl.where(cols == y, g - target_coef, g)
     if softcap is not None:
         g *= 1.0 - t * t
@@ -113,10 +114,10 @@ def _scan_tile(
     TOP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The statistics of each lane after one more tile of logits [lanes, width] (or [width], of one lane).
+    """The statistics of each lane after one more tile of logits [lanes, width] (or [width] for one lane).
 
-    With s = softcap(x) of a lane so far and z = scale * (s - m): m = max(s), d = sum(2^z), moment = sum(2^z * z),
-    total = sum(w * s), top = max(rank(x)). MASKED: the row ends in the tile; x is -inf behind the end
+    Over the logits x that a lane has read, with s = softcap(x) and z = scale * (s - m): m = max(s), d = sum(2^z),
+    moment = sum(2^z * z), total = sum(w * s), top = max(rank(x)). MASKED: the row ends in this tile; x is -inf past it
     """
     AXIS: tl.constexpr = len(x.shape) - 1
     s = x
@@ -132,12 +133,12 @@ def _scan_tile(
     if TOP:
         x = _rank(x)
         if not SOFTCAP:
-            s = x  # shares the maximum; a NaN, which became inf, is NaN again as inf - inf
+            s = x  # one maximum for m and top; a NaN, which became inf, is NaN again by inf - inf
     m_new = tl.maximum(m, tl.max(s, AXIS))
-    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # a tile of only -inf (masked classes) adds nothing
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # a tile of only -inf (masked classes) adds 0
     z = (s - tl.expand_dims(base, AXIS)) * scale
     e = tl.exp2(z)
-    d, moment = _about(m, base, d, moment, scale, ENTROPY)
+    d, moment = _rebase(m, base, d, moment, scale, ENTROPY)
     d += tl.sum(e, AXIS)
     if ENTROPY:
         moment += tl.sum(e * tl.maximum(z, -256.0), AXIS)
@@ -147,8 +148,8 @@ def _scan_tile(
 
 
 @triton.jit
-def _about(m, base, d, moment, scale, ENTROPY: tl.constexpr):
-    """(d, moment) relative to `base` instead of m. z is at least -256: 2^-256 is 0 in fp32, and 0 * -inf is nan."""
+def _rebase(m, base, d, moment, scale, ENTROPY: tl.constexpr):
+    """(d, moment) relative to `base` instead of m. z is clamped to -256, as 0 * -inf is nan; 2^-256 is 0 in fp32."""
     z = (m - base) * scale
     e = tl.exp2(z)
     if ENTROPY:
@@ -158,13 +159,13 @@ def _about(m, base, d, moment, scale, ENTROPY: tl.constexpr):
 
 @triton.jit
 def _rank(x):
-    """x for the search of the largest logit, with infinity for NaN: the first NaN is the prediction, as in torch."""
+    """x with infinity for NaN, to search the largest logit: the first NaN is the prediction, as in torch."""
     return tl.where(x == x, x, float("inf"))
 
 
 @triton.jit
 def _first_column(X_ptr, BIAS_ptr, cols, top, top_row, n_cols, n_stored):
-    """The first of `cols` [lanes, width] whose logit is top_row. Reads only the lanes with that maximum."""
+    """The first of `cols` [lanes, width] whose logit is top_row. Reads only lanes whose maximum `top` is top_row."""
     cols = tl.where((top == top_row)[:, None], cols, tl.maximum(n_cols, n_stored))
     x = load_logits(X_ptr, BIAS_ptr, cols, n_cols, n_stored, float("-inf"), True, "")
     return tl.min(tl.min(tl.where(_rank(x) == top_row, cols, n_cols), 1), 0)
@@ -193,10 +194,9 @@ def scan_row(
 ):
     """The first sweep: (lse, entropy, total, argmax, last tile, edges) of a row, the last two for `write_gradient`.
 
-    X_ptr: the row's body of n_body columns, in n_full whole tiles and a last one. BIAS and W begin at column 0.
-
-    Every 16 bytes of a tile are a lane, whose statistics one thread keeps in registers. The lanes are combined once a
-    row. For argmax, a lane records the tile of its first largest logit, and lanes with the row's largest are reread.
+    X_ptr begins at the body, which has n_full whole tiles and a last one; BIAS_ptr and W_ptr begin at column 0.
+    Each 16 bytes of a tile are a lane, whose statistics one thread has in registers until the end of the row. For
+    argmax, a lane records the tile of its first largest logit; lanes with the row's largest logit are read again.
     """
     BYTES: tl.constexpr = X_ptr.dtype.element_ty.primitive_bitwidth // 8
     WIDTH: tl.constexpr = 16 // BYTES if BLOCK_SIZE * BYTES >= 16 else BLOCK_SIZE
@@ -204,7 +204,9 @@ def scan_row(
     scale = inv_temperature * 1.4426950408889634  # log2(e)
     x_edge = 0.0
     if VECTOR > 1:
-        x_edge = load_edges(X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR)  # used after the sweep, which hides the wait
+        x_edge = load_edges(
+            X_ptr, BIAS_ptr, head, n_body, n_cols, VECTOR
+        )  # used after the sweep, which hides the latency
         if BIAS_ptr is not None:
             BIAS_ptr += head
         if W_ptr is not None:
@@ -234,7 +236,7 @@ def scan_row(
 
     m_row = tl.max(m, 0)
     base = tl.where(m_row == float("-inf"), 0.0, m_row)
-    d, moment = _about(m, base, d, moment, scale, ENTROPY)
+    d, moment = _rebase(m, base, d, moment, scale, ENTROPY)
     m, d, moment, total = m_row, tl.sum(d, 0), tl.sum(moment, 0), tl.sum(total, 0)
     argmax = 0
     if TOP:
@@ -278,17 +280,15 @@ def write_gradient(
     softmax_coef,
     target_coef,
     smoothing_term,
-    b,
+    entropy_coef,
     entropy,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     EVICT: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The second sweep. y is counted from the body. DX may be X: the same thread reads and writes an element.
-
-    x_tail, x_edge: the last tile and the edges, loaded here if None. softcap, smoothing_term and b: None for none.
-    """
+    """The second sweep. y: counted from the body's first column; x_tail, x_edge: the last tile and the edges, loaded
+    here if None. DX may be X: the same thread reads and writes an element."""
     dx_type = DX_ptr.dtype.element_ty
     block_cols = tl.arange(0, BLOCK_SIZE)
     if VECTOR > 1:
@@ -303,7 +303,7 @@ def write_gradient(
         x_tail = load_logits(X_ptr, BIAS_ptr, tail_cols, n_body, n_stored, float("-inf"), True, "")
     g = _gradient_tile(
         x_tail, tail_cols, n_body, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef,
-        smoothing_term, b, entropy,
+        smoothing_term, entropy_coef, entropy,
     )  # fmt: skip
     tl.store(DX_ptr + tail_cols, g.to(dx_type), mask=tail_cols < n_stored, eviction_policy=EVICT)
     if VECTOR > 1:
@@ -311,7 +311,7 @@ def write_gradient(
         n_right = n_cols - head
         g_edge = _gradient_tile(
             x_edge, edge, n_right, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef,
-            smoothing_term, b, entropy,
+            smoothing_term, entropy_coef, entropy,
         )  # fmt: skip
         tl.store(DX_ptr + edge, g_edge.to(dx_type), mask=edge < n_right)
     for done in tl.range(0, n_full, num_stages=STAGES):
@@ -319,7 +319,7 @@ def write_gradient(
         x = load_logits(X_ptr, BIAS_ptr, cols, n_body, n_stored, 0.0, False, EVICT)
         g = _gradient_tile(
             x, cols, n_body, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef,
-            smoothing_term, b, entropy,
+            smoothing_term, entropy_coef, entropy,
         )  # fmt: skip
         tl.store(DX_ptr + cols, g.to(dx_type), eviction_policy=EVICT)
 
@@ -338,10 +338,10 @@ def write_zeros(
     VECTOR: tl.constexpr,
 ):
     """The gradient of an ignored row."""
-    nothing = tl.zeros([BLOCK_SIZE], dtype=DX_ptr.dtype.element_ty)
+    zeros = tl.zeros([BLOCK_SIZE], dtype=DX_ptr.dtype.element_ty)
     for i in range(0, n_full):
-        tl.store(DX_ptr + i * BLOCK_SIZE + block_cols, nothing)
-    tl.store(DX_ptr + tail_cols, nothing, mask=tail_cols < n_stored)
+        tl.store(DX_ptr + i * BLOCK_SIZE + block_cols, zeros)
+    tl.store(DX_ptr + tail_cols, zeros, mask=tail_cols < n_stored)
     if VECTOR > 1:
         edge = edge_columns(head, n_body, n_cols, VECTOR)
         tl.store(DX_ptr + edge, tl.zeros([2 * VECTOR], dtype=DX_ptr.dtype.element_ty), mask=edge < n_cols - head)
@@ -351,8 +351,8 @@ def write_zeros(
 
 
 def rows_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """A row of up to 8192 columns in one tile, read once; a wider one in tiles of 8192, kept in cache for the second
-    read. Wider tiles spill where a thread has few registers."""
+    """A row of up to 8192 columns is one tile and is read once. A wider row has tiles of 8192 columns and is kept in
+    cache for the second sweep. Wider tiles spill where a thread has few registers."""
     block, hint = (key[0], "none") if key[0] <= 8192 else (8192, "keep")
     return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 32, 16), hint=hint)
 
@@ -361,11 +361,11 @@ rows_safe = tile_rule(4096, 32, 8)
 
 
 def rows_space(target: Target, key: Key) -> list[LaunchConfig]:
-    """One tile that holds the row, or smaller ones and a second read of it."""
+    """One tile that holds the row, or smaller tiles, which are read twice."""
     tiles = column_tiles(key, 1024, 65536)
     whole, parts = [t for t in tiles if t["BLOCK_SIZE"] == key[0]], [t for t in tiles if t["BLOCK_SIZE"] < key[0]]
-    how = {"warps": (1, 2, 4, 8, 16, 32), "per_thread": (4, 64)}
+    limits = {"warps": (1, 2, 4, 8, 16, 32), "per_thread": (4, 64)}
     return [
-        *tile_space(target, whole, **how),
-        *tile_space(target, parts, **how, stages=(1, 2, 3), hints=("none", "keep")),
+        *tile_space(target, whole, **limits),
+        *tile_space(target, parts, **limits, stages=(1, 2, 3), hints=("none", "keep")),
     ]

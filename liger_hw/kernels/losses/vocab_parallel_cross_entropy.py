@@ -86,7 +86,7 @@ FWD, BWD = log_prob_tunables("vocab_parallel_cross_entropy")
 def _fwd(logits, mine, logit_sum, plain=False):
     out = log_prob_buffers(logits.shape[0], logits, logit_sum=logit_sum)
     rows = row_major(logits), mine.contiguous(), out, _OPTIONS
-    row_log_probs(*rows, owned=False, tunable=FWD, plain=plain)
+    row_log_probs(*rows, uses_padding=False, tunable=FWD, plain=plain)
     return out.lse, out.lse + out.logp, absent(out.lse) if out.logit_sum is None else out.logit_sum
 
 
@@ -95,7 +95,7 @@ def _bwd(logits, mine, lse, target_coef, softmax_coef, smoothing_term, plain=Fal
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     rows = row_major(logits), mine.contiguous(), LogProbs(lse, lse), target_coef, _OPTIONS
     coefs = {"softmax_coef": softmax_coef, "smoothing_term": smoothing_term}
-    row_log_prob_gradients(*rows, **coefs, dlogits=dx, owned=False, tunable=BWD, plain=plain)
+    row_log_prob_gradients(*rows, **coefs, dlogits=dx, uses_padding=False, tunable=BWD, plain=plain)
     return dx
 
 

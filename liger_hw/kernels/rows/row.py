@@ -1,23 +1,23 @@
 """Rows of any width, read and written 16 bytes at a time.
 
-The rows of a tensor of odd width begin anywhere. A compiler that must assume so moves one element at a time: eight
+If the width of a tensor is odd, its rows begin at any address. The compiler then accesses one element at a time: eight
 times the instructions in half precision, and no asynchronous copies. Kernels over rows as wide as a vocabulary (50257,
-128257 words) therefore access memory in vectors of VECTOR elements, 16 bytes, which begin at 16-byte boundaries:
+128257 words) therefore access memory in vectors of VECTOR elements, 16 bytes, that begin at 16-byte boundaries:
 
     memory   |  .  .  a  b  |  c  d  e  f  |  g  h  i  j  |  k  .  .  .  |         a to k: one row, VECTOR = 4
              |      |<-head>|<-- body, whole vectors of the row -->|
              |<-pad>|                                              edges: the head and what follows the body
 
 VECTOR comes from `row_vector`. It is 1 for rows whose alignment the compiler sees, and for rows that must be accessed
-by element: head and pad are then 0, the body is the whole row, and the compiled code handles no edges.
+by element. Then head and pad are 0, the body is the whole row, and the compiled code handles no edges.
 
-**A tile that holds a whole row** begins at the last boundary at or before it: position p holds column p - pad. Loads
-take every vector that holds an element of the row, and then set the other elements to `other`. Stores write the body in
-vectors and the edges by element (`load_row`, `store_row`; ptrs begin at `align_down` of the row, pad is its `row_pad`).
+**A tile that holds a whole row** begins at the last boundary at or before the row: position p holds column p - pad.
+`load_row` reads every vector that holds an element of the row, and sets the other elements to `other`. `store_row`
+writes the body in vectors and the edges by element. ptrs begin at the row's `align_down`; pad is its `row_pad`.
 
-**A row of many tiles** is read from the body's first column on, in tiles whose masks end with the body, and its edges
-are one more tile of 2 * VECTOR elements, accessed by element. Columns are counted from the body's first, so that the
-columns of the head are negative:
+**A row of many tiles** is read from the first column of the body on, in tiles whose masks end with the body. The edges
+are one more tile of 2 * VECTOR elements, accessed by element. Columns are counted from the first column of the body, so
+the columns of the head are negative:
 
     head = row_head(row * stride, VECTOR)
     X_ptr += body_start(row * stride, head, VECTOR)
@@ -26,16 +26,15 @@ columns of the head are negative:
     if VECTOR > 1:
         edge = edge_columns(head, n_body, n_cols, VECTOR)            # masked by edge < n_cols - head
 
-With `unit=LINE` the body begins at a cache line: if it began inside one, every warp would access one line more. A
-kernel that should not reduce the edges separately reads them in the row's last tile (`tail_columns`).
+With `unit=LINE` the body begins at a cache line; otherwise every warp would access one line more. A kernel that does
+not reduce the edges separately reads them in the row's last tile (`tail_columns`).
 
-Why whole vectors may be read: outside the row they hold elements of its neighbours or, at the end of a tensor, what
-lies behind that end. Such a read cannot fail: its address is a multiple of 16, so it stays within a unit of 16 bytes
-that also holds an element of the tensor, and every allocator of GPU memory gives out whole units of at least that size.
-(Where a 16-bit and an fp32 tensor are read by the same vectors, a vector of the latter is 32 bytes: `begins_whole`.)
-Nothing of it is used: a selection replaces it, so that even NaN has no effect (tests/kernels/test_read_behind.py). A
-mask that ended with the row would split every load into loads of single elements, because the compiler could not see
-that a vector has one mask.
+Why whole vectors may be read: outside the row they hold elements of neighbouring rows or, at the end of a tensor, other
+memory. This read cannot fail: its address is a multiple of 16, so it stays within a unit of 16 bytes that also holds an
+element of the tensor, and GPU allocators return whole units of at least 16 bytes. (If a 16-bit and an fp32 tensor are
+read with one VECTOR, the fp32 vectors have 32 bytes: `_is_aligned`.) The elements outside the row are not used: a
+selection replaces them, so that even NaN has no effect (tests/kernels/test_read_behind.py). A mask that ends with the
+row would split every load into loads of single elements, because the compiler cannot see that a vector has one mask.
 """
 
 from __future__ import annotations
@@ -50,25 +49,24 @@ from ...runtime.triton_import import tl, triton
 
 LINE = 128
 """Bytes of a cache line."""
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_TYPES_WITH_ADDRESS = (torch.Tensor, torch.nn.Parameter)  # not fake tensors (autotune/fake.py)
 
 
-def begins_whole(t: torch.Tensor, vector: int) -> bool:
-    """Whether `t` begins at a multiple of 16 bytes, or of `vector` elements if those are more (for the wider of two
-    dtypes), so that each vector stays within one unit of that size."""
-    # a fake tensor (autotune/fake.py) has no address
-    address = t.data_ptr() if type(t) in _TENSORS else t.storage_offset() * t.itemsize
+def _is_aligned(t: torch.Tensor, vector: int) -> bool:
+    """Whether `t` begins at a multiple of 16 bytes and of `vector` elements. With two dtypes, a vector of the wider
+    dtype has more than 16 bytes."""
+    address = t.data_ptr() if type(t) in _TYPES_WITH_ADDRESS else t.storage_offset() * t.itemsize
     return address % max(16, vector * t.itemsize) == 0
 
 
 def row_vector(*tensors: torch.Tensor | None, width: int | None = None, unit: int = 16) -> int:
     """VECTOR for the rows of row-major tensors of one width: elements in 16 bytes of the narrowest dtype, or 1.
 
-    width: positions of the tile that holds a whole row with its pad; None where rows are read in many tiles
+    width: positions of the tile that holds a whole row and its pad; None if a row has many tiles
     unit: LINE for the elements in a cache line, if all tensors allow it
 
-    1 where width and strides are multiples of 16 elements, which the compiler sees; where the pad does not fit `width`;
-    where a tensor does not begin at a 16-byte boundary; where rows of two tensors begin at different distances from it.
+    1 if width and strides are multiples of 16 elements, which the compiler sees; if row and pad do not fit `width`; if
+    a tensor does not begin at a 16-byte boundary; or if two tensors' rows begin at different distances from a boundary.
     """
     present = [t for t in tensors if t is not None]
     strides = [rows_of(t)[2] for t in present]
@@ -78,9 +76,9 @@ def row_vector(*tensors: torch.Tensor | None, width: int | None = None, unit: in
     for size in dict.fromkeys((unit, 16)):
         vector = size // min(t.itemsize for t in present)
         fits = width is None or n_cols + vector - math.gcd(vector, *strides) <= width
-        together = not any((stride - strides[0]) % vector for stride in strides)
-        # a cache line may be counted from the tensor's begin, as edges are then accessed by element
-        if fits and together and all(begins_whole(t, vector if size == 16 else 1) for t in present):
+        same_offsets = not any((stride - strides[0]) % vector for stride in strides)
+        # Cache lines are counted from the tensor's first element, which 16 bytes align enough: edges go by element.
+        if fits and same_offsets and all(_is_aligned(t, vector if size == 16 else 1) for t in present):
             return vector
     return 1
 
@@ -176,7 +174,7 @@ def body_width(n_cols, head, VECTOR: tl.constexpr):
 
 @triton.jit
 def edge_columns(head, n_body, n_cols, VECTOR: tl.constexpr):
-    """[2 * VECTOR] columns: those before the body, then those behind it; n_cols for columns that do not exist."""
+    """[2 * VECTOR] columns: those before the body, then those after it; n_cols in place of columns outside the row."""
     position = tl.arange(0, 2 * VECTOR)
     cols = tl.where(position < VECTOR, position - head, n_body + position - VECTOR)
     exist = ((position < head) | (position >= VECTOR)) & (cols < n_cols - head)
@@ -185,12 +183,12 @@ def edge_columns(head, n_body, n_cols, VECTOR: tl.constexpr):
 
 @triton.jit
 def tail_columns(positions, n_body, VECTOR: tl.constexpr):
-    """The columns of a tile that holds the body's end, and behind it the two vectors that hold the edges.
+    """The columns of a row's last tile: the end of the body, then the two vectors that hold the edges.
 
-    There, columns outside [-head, n_cols - head) belong to the row's neighbours: they may be loaded, but not stored.
+    In these vectors, columns outside [-head, n_cols - head) belong to other rows: they may be loaded, but not stored.
     """
     if VECTOR > 1:
         edge = positions - n_body
-        behind = n_body + edge - VECTOR
-        positions = tl.where(edge < 0, positions, tl.where(edge < VECTOR, edge - VECTOR, behind))
+        after_body = n_body + edge - VECTOR
+        positions = tl.where(edge < 0, positions, tl.where(edge < VECTOR, edge - VECTOR, after_body))
     return positions
