@@ -562,7 +562,7 @@ def distill_tunable(
 
 
 class DistillRows(NamedTuple):
-    """The losses of the rows times `share`, fp32 [n_rows]; hard is None without a hard loss."""
+    """The losses of the rows times `share`, fp32 [n_rows]; hard: None without a hard loss."""
 
     soft: torch.Tensor
     hard: torch.Tensor | None = None

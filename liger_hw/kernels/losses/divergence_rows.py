@@ -455,7 +455,7 @@ def check_pair(op: str, **pair: torch.Tensor) -> None:
 
 
 def check_labels(op: str, labels, rows: torch.Tensor, ignore_index) -> None:
-    """Raise unless ignore_index is an int and labels is None (all rows count) or [n_rows] for rows [n_rows, ...]."""
+    """Raise unless ignore_index is an int and labels, if there are any, fit rows [n_rows, ...]."""
     check_ignore_index(op, ignore_index)
     if labels is not None:
         check_indices(op, "shift_labels", labels, rows)

@@ -71,7 +71,7 @@ def _gradient_tile(
     x, cols, n_cols, W_ptr, softcap, inv_temperature, y, lse, softmax_coef, target_coef, smoothing_term, entropy_coef,
     entropy,
 ):  # fmt: skip
-    """The gradient of a tile's logits, see the top of this file. The terms whose coefficient is None are left out."""
+    """The gradient of a tile's logits, see the top of this file. Terms with a coefficient None are left out."""
     s = x
     if softcap is not None:
         t = tanh(x * (1.0 / softcap))
