@@ -102,7 +102,7 @@ def certify(job: tuple) -> list[dict[str, Any]]:
     traced = [static.launches_of(one, target, LaunchConfig.from_json(config)) for config in configs]
     return [
         {"config": config, "kernels": [certificate_from(one, compiled(one)).to_json() for one in launches]}
-        for config, launches in zip(configs, static.decided_by(one.name, traced))
+        for config, launches in zip(configs, static.launches_that_differ(one.name, traced))
     ]
 
 
@@ -418,13 +418,14 @@ def modelled(arguments: argparse.Namespace) -> None:
         job = Job(launch["op"], launch["variant"], tuple(launch["key"]), tuple(launch["sizes"]), "bfloat16")
         configs = [LaunchConfig.from_json(config) for config in launch["configs"]]
         try:
-            traced = static.decided_by(job.name, [static.launches_of(job, data.target, config) for config in configs])
+            traced = [static.launches_of(job, data.target, config) for config in configs]
+            traced = static.launches_that_differ(job.name, traced)
             predicted = []
             for launches in traced:
                 for one in launches:
-                    if one.same() not in compiled:
-                        compiled[one.same()] = aot.certificate_from(one, aot.compiled(one))
-                predicted.append(static.time_of(replace(compiled[one.same()], launch=one) for one in launches))
+                    if one.compile_key() not in compiled:
+                        compiled[one.compile_key()] = aot.certificate_from(one, aot.compiled(one))
+                predicted.append(static.time_of(replace(compiled[one.compile_key()], launch=one) for one in launches))
         except Exception as error:  # the kernel has changed since it was measured
             print(f"{job.name} {job.sizes}: {type(error).__name__}: {error}", flush=True)
             continue

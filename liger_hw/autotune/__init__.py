@@ -6,16 +6,16 @@ Below the registry, which reads them at the first launch:
     lock               a job's pinned configurations
 
 Above it, for `liger-hw autotune`, `compile` and `lock`:
-    models, jobs       from a model, op or miss to what is tuned
+    models, jobs       the jobs to tune for a model, op or miss
     space              the legal configurations of a tunable, and which of them to try
-    compile, ttir      launches recorded and compiled for a GPU that is not here; what is read from their TTIR
+    compile, ttir      launches recorded and compiled for a GPU that is not here; accesses read from their TTIR
     workers            the processes that compile and measure
-    fake, record       tensors without memory; an op's launches, on fake tensors or on the device
-    clock, measure     time on a device; a kernel's launches timed, after `check` compared their results
+    fake, record       tensors without memory; recording an op's launches, on fake tensors or on the device
+    clock, measure     timing on a device; a kernel's launches timed, after `check` compared their results
     tuner, static      the search by measuring; the choice by a model where there is no device
-    compile_ahead      a model's kernels compiled beside its first forward, an op's of many beside its first call
+    compile_ahead      kernels compiled in parallel with a model's first forward, or with an op's first call
 """
 
 compiles_ahead = ""
-"""Full name of the module that compiles the kernels of an op's first call in parallel. It is above the registry, so the
-package's root fills the name in."""
+"""Full name of the module that compiles the kernels of an op's first call in parallel. The package's root sets it:
+that module imports the registry."""

@@ -1,4 +1,4 @@
-"""Whether a candidate's results are right: checked before it is timed, and once more before it is stored."""
+"""Checks of a candidate's results, before it is timed and before it is stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..registry import Op, Sample
 from .record import tensors_in
 
 CHUNK = 1 << 25
-"""Elements that are compared at once."""
+"""Number of elements that are compared at a time."""
 _NORM = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Largest ||out - reference|| / ||reference|| by dtype; looser than in the tests."""
 _ELEMENT = {torch.float64: 1e-5, torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -21,7 +21,7 @@ _ELEMENT = {torch.float64: 1e-5, torch.float32: 5e-3, torch.float16: 2e-2, torch
 def disagreement(result: torch.Tensor, expected: torch.Tensor) -> str:
     """Why two tensors are not the same up to rounding, or `""`. Makes no copy of full size.
 
-    An element that is NaN in both counts as equal: it is of a work buffer, where neither wrote it.
+    Elements that are NaN in both are equal: neither run wrote them, in a work buffer.
     """
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return f"{tuple(result.shape)} {result.dtype} instead of {tuple(expected.shape)} {expected.dtype}"
@@ -57,7 +57,7 @@ def disagreement(result: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def disagreements(results: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
-    """The first disagreement of two lists of results, with its position, or `""`."""
+    """The first disagreement between two lists of results, with its position, or `""`."""
     if len(results) != len(expected):
         return f"{len(results)} results instead of {len(expected)}"
     for number, pair in enumerate(zip(results, expected)):
@@ -69,8 +69,8 @@ def disagreements(results: list[torch.Tensor], expected: list[torch.Tensor]) -> 
 def run(function: Any, sample: Sample, seed: int = 0) -> list[torch.Tensor]:
     """Outputs and input gradients of one call on copies of the sample's tensors.
 
-    The incoming gradient of a scalar output is 1/2, since kernels may skip their work for 1. Other outputs get random
-    gradients from `seed`.
+    The incoming gradient of a scalar output is 1/2, since some kernels skip a multiplication by 1. Other outputs get
+    random gradients from `seed`.
     """
     args = [_leaf(a) for a in sample.args]
     kwargs = {name: _leaf(value) for name, value in sample.kwargs.items()}

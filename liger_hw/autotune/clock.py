@@ -1,4 +1,4 @@
-"""Time on one device: by its events, on a CPU by the wall clock."""
+"""Timing on one device: by its events, on a CPU by the wall clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def nothing() -> None:
 
 
 class _WallEvent:
-    """An event of a CPU, whose work is done when a call returns."""
+    """An event on a CPU, where a call returns when its work is done."""
 
     def record(self) -> None:
         self.at = time.perf_counter()
@@ -31,10 +31,9 @@ class _WallEvent:
 class Clock:
     """Times work on a device.
 
-    `with clock:` makes a side stream the current one if the device has graphs. Create everything that is measured
-    inside, since a capture must not meet autograd nodes that were made on the default stream.
-    module: torch's module of the device type, None for a CPU (tests give another); graph: the module's class of graphs,
-    or None
+    `with clock:` makes a side stream the current one if the device has graphs. Create everything to be measured inside
+    it, since a capture fails on autograd nodes that were made on the default stream.
+    module: torch's module for the device type, None for a CPU (tests pass another); graph: its class of graphs, or None
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
@@ -59,7 +58,7 @@ class Clock:
             self._before = None
 
     def captured(self, run: Callable[[], Any], **options: Any) -> Callable[[], Any]:
-        """The replay of a graph that captured `run`; `run` itself if the device has no graphs.
+        """A function that replays a graph of `run`; `run` itself if the device has no graphs.
 
         options: of `capture_begin`. torch's context manager would collect garbage and empty the allocator's cache at
         every capture, which takes about 100 ms.
@@ -72,7 +71,7 @@ class Clock:
         try:
             run()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # says only that the capture failed
+            with contextlib.suppress(RuntimeError):  # raised since the capture failed
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -86,7 +85,7 @@ class Clock:
         return _WallEvent() if self.module is None else self.module.Event(enable_timing=True)
 
     def mark(self) -> Any:
-        """A recorded event. Does not wait for the device."""
+        """Record an event and return it. Does not wait for the device."""
         event = self.event()
         event.record()
         return event

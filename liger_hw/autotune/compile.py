@@ -1,11 +1,11 @@
 """Ahead-of-time compilation of an op's launches for a GPU that is not here, with the resources of each kernel.
 
-`trace` runs the launchers of an op's forward and backward on fake tensors while the registry pretends to be the target.
-Each launch is recorded with what Triton specialises it on: dtypes, pointer alignment and range, integers that are 1,
-divisible by 16 or wide. `certify` compiles the recorded launches with the stock Triton compiler in worker processes and
-reads registers, spills, shared memory, occupancy, access widths and the instruction mix from the binary. An abort or a
-hang of the compiler is recorded as an error. If the installed Triton has no compiler for the target, kernels are
-lowered to TTIR, Triton's first, vendor-neutral form, and resources are estimated.
+`trace` runs the launchers of an op's forward and backward on fake tensors, with the registry set to the target. A
+launch's record has what Triton specialises on: dtypes, pointer alignment and range, and whether an integer is 1,
+divisible by 16 or wide. `certify` compiles the launches in worker processes with the stock Triton and reads registers,
+spills, shared memory, occupancy, access widths and the instruction mix from the binary. A compiler that aborts or hangs
+is recorded as an error. If the installed Triton has no compiler for the target, kernels are lowered to TTIR, Triton's
+vendor-neutral first IR, and resources are estimated.
 
     with CompilePool(2) as pool:
         for certificate in certify(trace("rms_norm", (8192, 4096), torch.bfloat16, known_target("gfx942")), pool):
@@ -36,10 +36,10 @@ _INT32 = 1 << 31
 class Launch:
     """One recorded launch.
 
-    kernel: `module:name`; options: the compiler's; grid: programs
-    args: for each argument `("ptr", dtype, aligned, within 2 GiB)`, a number that Triton specialises in the same way or
-    a tuple of them, None, or a constexpr's value
-    sizes: bytes of the tensors among the arguments, 0 for the others
+    kernel: `module:name`; options: the compiler's; grid: numbers of programs
+    args: `("ptr", dtype, aligned, within 2 GiB)` for a tensor; a number that Triton specialises in the same way; a
+    tuple of these; None; or a constexpr's value
+    sizes: bytes of each tensor argument, 0 for other arguments
     """
 
     target: Target
@@ -53,16 +53,16 @@ class Launch:
     grid: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
 
-    def same(self) -> tuple:
+    def compile_key(self) -> tuple:
         """Equal for launches that Triton compiles alike."""
         return self.target.arch, self.kernel, self.args, self.options
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """The result of compiling a launch: `resources`, or the compiler's `error`; `illegal` says why it must not run.
+    """The result of compiling a launch: `resources`, or the compiler's `error`. `illegal`: why it must not be launched.
 
-    accesses: the loads and stores of its tensors; unread: why they cannot be read, or ""
+    accesses: the kernel's loads and stores; unread: why they could not be read from the TTIR, or ""
     level: how far it was compiled: `binary`, or `ttir`, where `resources` are an estimate
     """
 
@@ -114,14 +114,14 @@ class Certificate:
         return f"{head}: {what}, occupancy {r.occupancy:.0%}{', ILLEGAL: ' + self.illegal if self.illegal else ''}"
 
 
-# -- what is compiled to prove an op ---------------------------------------------------------------------------------
+# -- the cases of an op ----------------------------------------------------------------------------------------------
 
 DEPTHS = ("quick", "deep", "full")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One forward and backward: `workload` names `sizes`."""
+    """One forward and backward. workload: the name of `sizes`"""
 
     workload: str
     sizes: tuple[int, ...]
@@ -132,10 +132,10 @@ class Case:
 def trace_cases(
     op: registry.Op, target: Target, depth: str, dtypes: Sequence[str] | None = None, shipped: bool = True
 ) -> Iterator[tuple[Case, Launch]]:
-    """Each case of the op at a depth with each of its launches; nothing if the target cannot run the op.
+    """(case, launch) for each launch of each case of the op; nothing if the target cannot run the op.
 
-    quick: the first workload in bf16. deep: that with every option set, and in fp32. full: every workload with every
-    option set, in bf16 and fp32. dtypes: instead of the depth's
+    depth: `quick` is the first workload in bf16; `deep` adds the op's other options, and fp32; `full` is every workload
+    with all options in bf16 and fp32. dtypes: replace the depth's
     """
     import torch
 
@@ -144,8 +144,8 @@ def trace_cases(
     workloads = list(op.workloads.items())
     for name, sizes in workloads if depth == "full" else workloads[:1]:
         for dtype in dtypes or (("bfloat16",) if depth == "quick" else ("bfloat16", "float32")):
-            every = depth == "full" or (depth == "deep" and dtype == "bfloat16")
-            for options in op.options if every else op.options[:1]:
+            all_options = depth == "full" or (depth == "deep" and dtype == "bfloat16")
+            for options in op.options if all_options else op.options[:1]:
                 case = Case(name, tuple(sizes), dtype, options)
                 for launch in trace(op.name, sizes, getattr(torch, dtype), target, options, shipped=shipped):
                     yield case, launch
@@ -165,17 +165,16 @@ def trace(
     shipped: bool = True,
     user: bool = False,
 ) -> list[Launch]:
-    """The launches of one forward and backward of `op` at problem sizes `sizes` on `target`, in their order. Nothing
-    runs and nothing is compiled.
+    """The launches, in order, of one forward and backward of `op` on `target`. Nothing is run or compiled.
 
-    options: of the op's `sample`; configs: configurations to force, by op or `op.variant`
-    shipped, user: whether the shipped tables, and the user's cache and lock file, answer before the heuristic
+    sizes: problem sizes; options: of the op's `sample`; configs: configurations to force, by op or `op.variant`
+    shipped, user: whether the shipped tables, and the user's cache and lock file, are used before the heuristic
     """
     import torch
 
     from ..runtime import triton_import as _triton
     from ..runtime.launch import tuned_values
-    from .record import foresee
+    from .record import trace_launches
 
     _triton.require()
     if _triton.INTERPRET:
@@ -203,17 +202,17 @@ def trace(
             name: [one for one in entries if (shipped if one.layer.startswith("shipped") else user)]
             for name, entries in table.items()
         }
-        foresee(op, sizes, dtype, target, note, options, layers)
+        trace_launches(op, sizes, dtype, target, note, options, layers)
     return launches
 
 
 def stand_ins(kernel: Any, values: tuple) -> tuple:
-    """`Launch.args` of a kernel's arguments."""
+    """`Launch.args` for a kernel's arguments."""
     return tuple(_stand_in(parameter, value) for parameter, value in zip(kernel.params, values))
 
 
 def _stand_in(parameter: Any, value: Any) -> Any:
-    """The record of an argument: equal for values that Triton compiles alike."""
+    """An element of `Launch.args`, equal for all values for which Triton compiles the same kernel."""
     if parameter.is_constexpr or value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, tuple):
@@ -235,12 +234,12 @@ def _stand_in(parameter: Any, value: Any) -> Any:
 
 
 def certify(launches: Iterable[Launch], pool: Any) -> Iterator[Certificate]:
-    """One Certificate a launch, in their order; launches that Triton compiles alike are compiled once."""
+    """The Certificate of each launch, in order. Launches with one `compile_key` are compiled once."""
     launches = list(launches)
     for launch in launches:
-        pool.submit(launch.same(), "compile", launch)
+        pool.submit(launch.compile_key(), "compile", launch)
     for launch in launches:
-        yield certificate_from(launch, pool.wait(launch.same()))
+        yield certificate_from(launch, pool.wait(launch.compile_key()))
 
 
 def certificate_from(launch: Launch, answer: Mapping[str, Any]) -> Certificate:
@@ -258,12 +257,12 @@ def certificate_from(launch: Launch, answer: Mapping[str, Any]) -> Certificate:
 
 
 def compiled(launch: Launch) -> dict[str, Any]:
-    """`resources`, `level`, and `accesses` or why those cannot be read (`unread`); or the compiler's `error`."""
+    """The fields of a launch's Certificate that compiling it gives, or only the compiler's `error`."""
     target, unread = launch.target, ""
     try:
         kernel = build(target, launch.kernel, launch.args, dict(launch.options))
         try:
-            accesses = ttir.accesses(kernel.asm["ttir"], _kept(launch.kernel, launch.args))
+            accesses = ttir.accesses(kernel.asm["ttir"], _ttir_positions(launch.kernel, launch.args))
         except ValueError as error:
             accesses, unread = [], str(error)
         if set(kernel.asm) == {"ttir"}:
@@ -277,7 +276,7 @@ def compiled(launch: Launch) -> dict[str, Any]:
 
 
 def build(target: Target, kernel: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """A recorded kernel, compiled as far as the installed Triton can: an object whose `asm` has the stages' results."""
+    """Compile a recorded kernel as far as the installed Triton can; an object whose `asm` has the IR of each stage."""
     goal = backend(target.vendor).triton_target(target)
     if goal is None:
         return lower(kernel, args, options)
@@ -286,37 +285,37 @@ def build(target: Target, kernel: str, args: Sequence[Any], options: Mapping[str
 
 
 def lower(kernel: str, args: Sequence[Any], options: Mapping[str, Any], capability: int = 80) -> Any:
-    """A recorded kernel lowered by Triton's front half: an object whose `asm` has only the TTIR.
+    """Lower a recorded kernel by Triton's front end. Returns an object whose `asm` has only the TTIR.
 
-    The front half is the same for every vendor: it specialises the kernel, checks types and shapes, inlines and
+    The front end is the same for every vendor: it specialises the kernel, checks types and shapes, inlines and
     simplifies. capability: the CUDA compute capability to lower for.
     """
     from triton.backends.compiler import GPUTarget
 
     function = _kernel(kernel)
     front = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
-    with driver_stub(GPUTarget("cuda", capability, 32), "front half only") as stub:
+    with driver_stub(GPUTarget("cuda", capability, 32), "front end only") as stub:
         function.device_caches[stub.get_current_device()]  # makes Triton's binder, which sets `kernel.compile`
-        compiler, function.compile = function.compile, _front_half
+        compiler, function.compile = function.compile, _front_end
         try:
             return function.warmup(*arguments(args), grid=(1,), **front)
         finally:
             function.compile = compiler
 
 
-def _front_half(source: Any, target: Any, options: Mapping[str, Any], **_more: Any) -> Any:
-    """`triton.compile`, ended after the stage `ttir`."""
+def _front_end(source: Any, target: Any, options: Mapping[str, Any], **_unused: Any) -> Any:
+    """`triton.compile` up to the stage `ttir`."""
     from triton._C.libtriton import ir
     from triton.compiler.compiler import make_backend
 
-    front = make_backend(target)
-    parsed = front.parse_options(dict(options))
+    compiler = make_backend(target)
+    parsed = compiler.parse_options(dict(options))
     context = ir.context()
     ir.load_dialects(context)
-    front.load_dialects(context)
+    compiler.load_dialects(context)
     stages: dict[str, Any] = {}
-    front.add_stages(stages, parsed, source.language)
-    codegen, modules = front.get_codegen_implementation(parsed), front.get_module_map()
+    compiler.add_stages(stages, parsed, source.language)
+    codegen, modules = compiler.get_codegen_implementation(parsed), compiler.get_module_map()
     module = source.make_ir(target, parsed, codegen, modules, context)
     metadata = {"target": target, **parsed.__dict__}
     return SimpleNamespace(asm={"ttir": str(stages["ttir"](module, metadata))}, metadata=SimpleNamespace(**metadata))
@@ -327,9 +326,9 @@ def _kernel(name: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
-def _kept(kernel: str, args: Sequence[Any]) -> list[int]:
-    """The positions of the parameters that remain after Triton specialised the kernel; of a tuple once for each
-    number in it."""
+def _ttir_positions(kernel: str, args: Sequence[Any]) -> list[int]:
+    """For each parameter of the kernel's TTIR, its position among the kernel's parameters: constexprs and numbers that
+    Triton makes constants are missing, and a tuple stands once for each of its numbers."""
     params = _kernel(kernel).params
     return [
         i
@@ -348,7 +347,7 @@ def _numbers_in(arg: Any) -> Iterator[Any]:
 
 
 def arguments(args: Sequence[Any]) -> tuple:
-    """Arguments for Triton's `warmup` in place of a launch's."""
+    """Arguments for Triton's `warmup`, from `Launch.args`."""
     return tuple(_Pointer(*arg[1:]) if _is_pointer(arg) else arg for arg in args)
 
 
@@ -373,12 +372,12 @@ class _Pointer:
 
 
 _device_numbers: dict[str, int] = {}
-"""Target -> device number: Triton keeps kernels by device, so each target is compiled as another device."""
+"""Target and purpose -> device number. Triton caches kernels by device, so each pair gets a device of its own."""
 
 
 @contextlib.contextmanager
 def driver_stub(target: Any, purpose: str = "") -> Iterator[Any]:
-    """A block in which Triton's driver is a stub whose device is `target`."""
+    """Replace Triton's driver by a stub whose current device is `target`."""
     from triton.runtime import driver
 
     number = _device_numbers.setdefault(f"{target}{purpose}", len(_device_numbers))

@@ -1,13 +1,13 @@
 """Parallel compilation of the kernels of a model's first step, or of an op's first call.
 
-A first step would compile one kernel after the other, each at its first launch, which takes seconds with empty caches.
-So in the first training forward of a patched model, every new call of an op is first run on fake tensors, forward and
+Without it, a first step compiles one kernel after another, each at its first launch: seconds with empty caches. With
+it, each new call of an op in the first training forward of a patched model is first run on fake tensors, forward and
 backward, which gives its launches with all their flags. Other threads compile these kernels while the step goes on. A
 launch waits for its kernel.
 
-Fake tensors have the shapes, strides and dtypes of the call's tensors, and no memory. The thread that runs the model
-makes them. The other threads get a kernel, dtypes, alignments and numbers, and never touch the model.
-LIGER_HW_COMPILE_AHEAD=0 switches it off.
+Fake tensors have the shapes, strides and dtypes of the call's tensors, and no memory. The model's thread makes them.
+The other threads get a kernel, dtypes, alignments and numbers, and never touch the model. LIGER_HW_COMPILE_AHEAD=0
+switches it off.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .fake import FakeTensors
 from .record import tensors_in
 
 log = logging.getLogger("liger_hw")
-seen: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+begun: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """By id: configurations of models whose first forward has begun, and Functions whose first call has begun."""
 
 
 def is_wanted(device: torch.device) -> bool:
-    """Whether to compile ahead for a device: with its fast launcher, unless switched off or a graph is captured."""
+    """Whether to compile ahead: if the device has a fast launcher, unless switched off or a graph is being captured."""
     if not _launch.CAN_BE_FAST or device.type in ("cpu", "meta") or registry.is_quiet():
         return False
     return bool(env.LIGER_HW_COMPILE_AHEAD and registry.backend_of(device).fast_launch)
@@ -46,12 +46,12 @@ def is_wanted(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def during_first_forward(config: Any, device: torch.device) -> Iterator["FirstForward | None"]:
-    """A block in which ops' kernels are compiled ahead, once for each model configuration of a process."""
-    is_first = id(config) not in seen
+    """A block in which ops' kernels are compiled ahead, the first time for each model configuration in a process."""
+    is_first = id(config) not in begun
     if is_first:
         try:
-            seen[id(config)] = config
-        except TypeError:  # without weak references: compile nothing ahead
+            begun[id(config)] = config
+        except TypeError:  # `config` has no weak references: do not compile ahead
             is_first = False
     if not is_first or _operator.before_apply is not None or not is_wanted(device):
         yield None
@@ -66,21 +66,21 @@ def during_first_forward(config: Any, device: torch.device) -> Iterator["FirstFo
 
 
 def before_first_call(function: Any, args: tuple) -> None:
-    """Compile ahead what the first call of a Function, whose first argument is a tensor, launches."""
-    if id(function) not in seen and is_wanted(args[0].device):
+    """Compile ahead the kernels of the first call of a Function whose first argument is a tensor."""
+    if id(function) not in begun and is_wanted(args[0].device):
         with during_first_forward(function, args[0].device) as first:
             if first is not None:
                 first.note_call(function, args)
 
 
 class FirstForward:
-    """Notes the ops that one thread calls, and compiles their kernels in others.
+    """Notes the ops that the current thread calls, and compiles their kernels in other threads.
 
-    compiling: key of a kernel -> its Future
+    compiling: the specialisation of a kernel -> its Future
     """
 
     def __init__(self, device: torch.device) -> None:
-        name_launchers_apart()
+        give_launchers_unique_names()
         self.device = device
         self.compiling: dict[tuple, Future] = {}
         self.pool = ThreadPoolExecutor(_threads(), thread_name_prefix="liger_hw-compile")
@@ -89,18 +89,18 @@ class FirstForward:
         self._calls: set[tuple] = set()
 
     def note_call(self, function: Any, args: tuple) -> None:
-        """Called with an op's autograd Function and its arguments before it runs."""
+        """Start compiling for a call of an op's autograd Function; called before the Function runs."""
         if threading.get_ident() != self._thread:
             return
         call = function, *map(_layout, args)
         if call in self._calls:
             return
         self._calls.add(call)
-        before, _operator.before_apply = _operator.before_apply, None  # not for the calls on fake tensors
+        before, _operator.before_apply = _operator.before_apply, None  # the calls on fake tensors are not noted
         try:
             with observing(Foreseen(self._note_launch)):
                 run_on_fakes(function, args)
-        except Exception as error:  # then the call compiles its kernels itself
+        except Exception as error:  # the call then compiles its kernels itself
             log.debug("liger_hw: not foreseen: %s: %s", type(error).__name__, error)
         finally:
             _operator.before_apply = before
@@ -121,13 +121,13 @@ class FirstForward:
             with torch.get_device_module(self.device).device(self.device):
                 _launch.compile_only(plan, kernel, arguments(args), flags)
             future.set_result(None)
-        except BaseException as error:  # the launch will have the same error, and handles it
+        except BaseException as error:  # the launch will raise and handle the same error
             plan.compiled.pop(likeness, None)
             future.set_exception(error)
 
 
 def _layout(value: Any) -> Any:
-    """Equal for arguments that differ only in the values of tensors."""
+    """A hashable value, equal for arguments that differ only in the contents of tensors."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.storage_offset() % 16, value.requires_grad
     if isinstance(value, tuple):
@@ -140,16 +140,16 @@ def _layout(value: Any) -> Any:
 
 
 def run_on_fakes(function: Any, args: tuple) -> None:
-    """Run an op's autograd Function, and its backward where it has one, on fake tensors of the arguments' layouts.
+    """Run an op's autograd Function and its backward, if any, on fake tensors with the layouts of the arguments.
 
-    The caller's random state, grad mode and saved-tensor hooks are restored afterwards.
+    The caller's random state, grad mode and saved-tensor hooks stay as they are.
     """
     has_graph = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
         for mode in (FakeTensors(), torch.autograd.set_multithreading_enabled(False)):
             stack.enter_context(mode)
-        # so that checkpointing and levels see only the step's own tensors
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
+        # hides the fake tensors from the saved-tensor hooks of checkpointing and of activation levels
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
         fakes = [_fake(value) for value in args]
         outputs = [t for t in tensors_in(function.apply(*fakes)) if t.requires_grad]
         inputs = [t for t in tensors_in(fakes) if t.requires_grad]
@@ -158,7 +158,7 @@ def run_on_fakes(function: Any, args: tuple) -> None:
 
 
 class _BeginsBackward(torch.autograd.Function):
-    """A scalar of the outputs, whose backward needs no gradient argument: with one, torch imports sympy (slow)."""
+    """A scalar of the outputs. Its backward needs no gradient argument; with one, torch imports sympy (slow)."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
@@ -170,12 +170,12 @@ class _BeginsBackward(torch.autograd.Function):
         return ctx.gradients
 
 
-def _as_it_is(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
 def _fake(value: Any) -> Any:
-    """A fake tensor of the same layout and alignment to 16 bytes, or a tuple of them."""
+    """A fake tensor for each tensor in `value`, with its layout and its alignment to 16 bytes."""
     if isinstance(value, tuple):
         parts = tuple(map(_fake, value))
         return type(value)(*parts) if hasattr(value, "_fields") else parts
@@ -196,8 +196,8 @@ def _load_driver(device: torch.device) -> None:
 
 
 def _hash_triton() -> None:
-    """Compute the hash of Triton's files, which is part of every kernel's name in its cache. Triton keeps it; else each
-    compiling thread would hash hundreds of megabytes."""
+    """Compute and cache Triton's hash of its files, part of each kernel's cache key. Otherwise each compiling thread
+    would hash hundreds of megabytes."""
     for module in ("triton.runtime.cache", "triton.compiler.compiler"):  # the latter up to Triton 3.4
         triton_key = getattr(importlib.import_module(module), "triton_key", None)
         if triton_key is not None:
@@ -205,12 +205,12 @@ def _hash_triton() -> None:
             return
 
 
-def name_launchers_apart() -> None:
+def give_launchers_unique_names() -> None:
     """Let several threads load Triton's launchers at once.
 
     Up to Triton 3.6 every signature of a kernel has a launcher, a C extension that is always named `__triton_launcher`.
-    Python keeps one module object for extensions of one name, so a thread could get the launcher that another thread
-    loads at the same time. So each is loaded under the name of its folder in Triton's cache, the hash of its source.
+    Python keeps one module object for each name, so a thread could get the launcher that another thread loads at the
+    same time. So each is loaded under the name of its folder in Triton's cache, which is the hash of its source.
     """
     from triton.runtime import build
 
@@ -218,10 +218,10 @@ def name_launchers_apart() -> None:
     if load is None or load.__module__ == __name__:
         return
 
-    def load_apart(name: str, path: str) -> Any:
+    def load_by_folder(name: str, path: str) -> Any:
         return load(f"{os.path.basename(os.path.dirname(path))}.{name}", path)
 
-    build._load_module_from_path = load_apart
+    build._load_module_from_path = load_by_folder
 
 
 def _threads() -> int:

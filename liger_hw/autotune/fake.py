@@ -1,7 +1,7 @@
 """Fake tensors: shapes, strides, dtypes and a device, without memory and without values.
 
-Under `FakeTensors` liger_hw's operators run their launchers, and every result of torch is a `FakeTensor`, computed as a
-meta tensor. torch's fake tensors are private and import its compiler, which takes seconds.
+Under `FakeTensors`, liger_hw's operators run their launchers, and torch's operators run on meta tensors and return a
+`FakeTensor`. torch's own fake tensors are private, and import its compiler, which takes seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..runtime.operator import launchers
 
 
 class FakeTensor(torch.Tensor):
-    """meta: a tensor on torch's meta device, with the same layout."""
+    """A tensor without memory. meta: a tensor of the same layout on torch's meta device"""
 
     meta: torch.Tensor
 
@@ -39,7 +39,7 @@ class FakeTensors(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, to keep it from compiling this mode
+        return False  # with True, torch imports its compiler to keep it from compiling this mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name, kwargs = func._schema.name, kwargs or {}
@@ -63,7 +63,7 @@ class FakeTensors(TorchDispatchMode):
             return fakes[id(meta)] if id(meta) in fakes else FakeTensor(meta, device)
 
         args, kwargs = tree_map_only(torch.Tensor, to_meta, (args, dict(kwargs)))
-        # a convolution of these operands returns channels last, which meta tensors do not tell
+        # with channels-last operands a convolution returns channels last, but on meta tensors it does not
         is_channels_last = name.startswith("aten::conv") and any(
             t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in args[:2]
         )

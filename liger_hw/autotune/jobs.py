@@ -1,4 +1,4 @@
-"""What to tune: from ops, models and shapes to jobs. A job is a tunable at one key, with problem sizes of that key."""
+"""Makes the tuner's jobs from ops, models and shapes. A job is a tunable at one key, with problem sizes of that key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterable, Iterator
 
 from .. import registry
 from ..backends import Target
-from ..registry import Key
+from ..registry import Key, Plan
 from . import models, space
 from .models import Sizes
 
@@ -44,8 +44,8 @@ OUT_OF_BUDGET = "skipped: the budget is spent"
 class Result:
     """The result of a job. Times are microseconds.
 
-    config: the winner, or the heuristic if nothing beats it; floor_us: the time that its bytes alone would take
-    evidence: of a choice without the device: certificates, and why candidates were dropped
+    config: the winner, or the heuristic if nothing beats it; floor_us: time of copying as many bytes as it moves
+    evidence: of `StaticTuner`: certificates, and why candidates were dropped
     """
 
     job: Job
@@ -74,7 +74,7 @@ class Result:
         return {**self.job.to_json(), **data, "floor_share": round(self.floor_share, 4)}
 
 
-def each(jobs: list[Job], choose: Callable[[int, float], Result], budget: float | None) -> Iterator[Result]:
+def run_each(jobs: list[Job], choose: Callable[[int, float], Result], budget: float | None) -> Iterator[Result]:
     """`choose(number of a job, seconds left)` for each job, in order; after `budget` seconds no job is begun."""
     deadline = time.monotonic() + (math.inf if budget is None else budget)
     for number, job in enumerate(jobs):
@@ -88,21 +88,21 @@ def each(jobs: list[Job], choose: Callable[[int, float], Result], budget: float 
 
 
 def launched(op: str, sizes: Sizes, dtype: str, target: Target) -> list[tuple[str, Key]]:
-    """(`op.variant`, key) of every launch of an op on `target`, kernels of other ops included."""
+    """(`op.variant`, key) of every launch of an op on `target`, including launches of other ops' kernels."""
     import torch
 
-    from .record import foresee
+    from .record import trace_launches
 
-    names: list[tuple[str, Key]] = []
-    foresee(op, sizes, getattr(torch, dtype), target, lambda plan, *_: names.append((plan.tunable.name, plan.key)))
-    return list(dict.fromkeys(names))
+    plans: list[Plan] = []
+    trace_launches(op, sizes, getattr(torch, dtype), target, lambda plan, *_: plans.append(plan))
+    return list(dict.fromkeys((plan.tunable.name, plan.key) for plan in plans))
 
 
 def shapes(
     ops: Iterable[str], chosen: list[models.Model], batches: list[int], seqs: list[int], more: list[Sizes]
 ) -> list[tuple[str, Sizes]]:
-    """(op, sizes) of the models at every batch and sequence length, and `more` sizes for ops that take this number of
-    sizes. Without models and sizes: each op's workloads."""
+    """(op, sizes) of the models at every batch and sequence length, and `more` sizes for each op that takes as many
+    numbers. Without models and `more`: each op's workloads."""
     pairs: dict[tuple[str, Sizes], None] = {}
     for name in ops:
         op = registry.get_op(name)
@@ -120,11 +120,11 @@ def shapes(
 def from_shapes(pairs: list[tuple[str, Sizes]], dtype: str, target: Target) -> tuple[list[Job], list[str]]:
     """(jobs, errors) for (op, sizes) pairs.
 
-    Within an op, sizes near 8192 rows come first, and the searches at other sizes start from their winners. A kernel of
-    another op is tuned in that op, at sizes with the same key.
+    Within an op, sizes near 8192 rows come first, since the searches at other sizes start from their winners. A kernel
+    of another op is tuned in that op, at sizes with the same key.
     """
     best: dict[tuple[str, str, Key], Sizes] = {}
-    shared: dict[tuple[str, str, Key], None] = {}
+    of_other_ops: dict[tuple[str, str, Key], None] = {}
     problems = []
     for op, sizes in pairs:
         try:
@@ -135,18 +135,18 @@ def from_shapes(pairs: list[tuple[str, Sizes]], dtype: str, target: Target) -> t
         for full_name, key in names:
             name = (*full_name.split("."), key)
             if name[0] != op:
-                shared[name] = None
+                of_other_ops[name] = None
             elif name not in best or _preference(sizes) > _preference(best[name]):
                 best[name] = sizes
     order = list(dict.fromkeys(op for op, _ in pairs))
     jobs = [Job(*name, sizes, dtype) for name, sizes in best.items()]
     jobs.sort(key=lambda job: (order.index(job.op), _position(job.sizes)))
-    more, unplanned = at_keys(name for name in shared if name not in best)
-    return jobs + more, problems + unplanned
+    more, more_problems = at_keys(name for name in of_other_ops if name not in best)
+    return jobs + more, problems + more_problems
 
 
 def at_keys(names: Iterable[tuple[str, str, Key]]) -> tuple[list[Job], list[str]]:
-    """(jobs, errors) for (op, variant, key) names, such as recorded misses; `space.sizes_for` finds sizes."""
+    """(jobs, errors) for (op, variant, key) names, such as recorded misses, at sizes from `space.sizes_for`."""
     known = registry.tunables()
     jobs, problems = [], []
     for op, variant, key in names:
@@ -169,6 +169,6 @@ def _position(sizes: Sizes) -> tuple:
 
 
 def _preference(sizes: Sizes) -> tuple:
-    """Greatest for the sizes at which a key is measured: the largest up to 8192 rows, else the smallest above."""
+    """Sort key, greatest for the sizes at which a key is measured: the largest up to 8192 rows, else the smallest."""
     fits = _rows(sizes) <= 8192
     return fits, math.prod(sizes) if fits else -_rows(sizes), math.prod(sizes)

@@ -1,8 +1,8 @@
-"""The lock file: every configuration of a job pinned in one text file, the same on every rank and machine.
+"""The lock file: one text file that pins every configuration of a training job, on every rank and machine.
 
-`liger-hw lock --model mistral-7b` writes it for one device, `LIGER_HW_LOCK_FILE=liger-hw.lock` makes it layer 1 of the
-registry, which comes before all that is tuned. The heuristic's choices are pinned too. It can be used on another
-device, but an entry that is illegal there is an error. It is a table (`tables.py`) with a digest of its entries.
+`liger-hw lock --model mistral-7b` writes it for one device. `LIGER_HW_LOCK_FILE=liger-hw.lock` makes it layer 1 of the
+registry, before all tuned configurations. The heuristic's choices are pinned too. It can be used on another device, but
+an entry that is illegal there is an error. It is a table (`tables.py`) with a digest of its entries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("liger_hw")
 
 
 def digest(table: Mapping[Name, Entry]) -> str:
-    """Hash of every (op, variant, key) and configuration, without their provenance."""
+    """Hash of every (op, variant, key) and its configuration, without provenance."""
     lines = sorted(
         json.dumps([op, variant, list(key), entry.config.to_json()], sort_keys=True)
         for (op, variant, key), entry in table.items()
@@ -60,7 +60,7 @@ def unusable(target: Target, table: Mapping[Name, Entry]) -> list[str]:
 
 
 def entries(path: Path, target: Target) -> dict[Name, Entry]:
-    """The entries of the lock file that LIGER_HW_LOCK_FILE names.
+    """The entries of `path`, which LIGER_HW_LOCK_FILE names.
 
     Raises `SettingError` if the file cannot be used or, except on a CPU, an entry cannot be launched on `target`: a run
     that asks for pinned configurations must not continue without them.
@@ -83,7 +83,7 @@ def entries(path: Path, target: Target) -> dict[Name, Entry]:
 
 
 def pinned(chosen: Entry | Plan) -> Entry:
-    """A chosen configuration as an entry of a lock file."""
+    """The lock file's entry for a configuration that was chosen."""
     kept = {k: v for k, v in chosen.provenance.items() if k in ("median_us", "gain", "device", "triton", "date")}
     kind = str(chosen.provenance.get("kind", "heuristic"))
     return Entry(chosen.config, {"kind": kind, "layer": chosen.layer, **kept})
@@ -91,9 +91,9 @@ def pinned(chosen: Entry | Plan) -> Entry:
 
 def write(path: str | Path, table: Mapping[Name, Entry], about: Mapping[str, Any]) -> str:
     """Write a lock file; returns its digest. Raises `OSError`."""
-    mark = digest(table)
-    files.write_text(path, tables.render({"kind": "lock", "digest": mark, **about}, table.items()))
-    return mark
+    checksum = digest(table)
+    files.write_text(path, tables.render({"kind": "lock", "digest": checksum, **about}, table.items()))
+    return checksum
 
 
 def save(path: str | Path = "liger-hw.lock") -> str:

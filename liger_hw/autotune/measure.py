@@ -1,10 +1,10 @@
 """Measuring candidates on a device: their results are checked, then only the tunable's kernel is timed.
 
-A `Bench` runs one op at one shape once, forward and backward, and keeps the operator calls. For each candidate a
-`Stage` runs the operator that launches the tunable's kernels again, on the same inputs and with NaN in every fresh
-output. It compares the results with the heuristic's, which were compared with the op's reference, and captures the
+A `Bench` runs one op at one shape once, forward and backward, and records the operator calls. A `Stage` takes the call
+that launches the tunable's kernels and repeats it with each candidate, on the same inputs and with new outputs filled
+with NaN. It compares the results with the heuristic's, which were compared with the op's reference, and captures the
 kernel's launches into a graph. Launches rotate over copies of their arguments that together exceed the L2 cache several
-times. Arguments that a kernel overwrites are restored before each replay, outside the clock.
+times. Arguments that a kernel overwrites are restored before each replay, which is not timed.
 
 The tuner calls `LocalMeasurer` in another process (workers.py).
 """
@@ -39,20 +39,20 @@ from .record import (
     unasserted,
 )
 
-COLD = 4
-"""Rotating copies exceed the L2 cache this many times."""
+L2_MULTIPLE = 4
+"""Total size of the rotating copies, as a multiple of the L2 cache."""
 MAX_COPIES = 48
-MOST_ARMS = 12
-"""Candidates that stay prepared, each with a graph and some tensors, and can be timed together."""
+MAX_ARMS = 12
+"""Number of candidates that stay prepared, each with a graph and some tensors."""
 REPLAY_US = 150.0
-"""A replay repeats short kernels up to about this long, so that the graph's launch is negligible."""
+"""A graph repeats short kernels until it takes about this long, so that its launch is negligible."""
 CHECK_BYTES = 2 << 30
-"""The reference is compared on at most about this many bytes (fewer rows at larger shapes)."""
+"""The op is compared with its reference on about this many bytes at most; larger shapes are compared on fewer rows."""
 
 
 @dataclass
 class Arm:
-    """A prepared candidate: how to restore its arguments, replay it, and launches per replay."""
+    """A prepared candidate. restore: restores overwritten arguments; replay: runs its graph of `per_replay` launches"""
 
     config: LaunchConfig
     restore: Callable[[], None]
@@ -61,7 +61,7 @@ class Arm:
 
 
 class Bench:
-    """One op at one shape on one device: the operator calls of its forward and backward."""
+    """The operator calls of one op's forward and backward at one shape on one device."""
 
     def __init__(self, op: Op, sizes: tuple[int, ...], dtype: torch.dtype, clock: Clock) -> None:
         self.op, self.sizes, self.dtype, self.clock, self.device = op, sizes, dtype, clock, clock.device
@@ -70,13 +70,13 @@ class Bench:
         sample = op.sample(sizes, dtype, self.device, generator)
         self.moved = sample.moved
         registry.invalidate()
-        with observing(Recorder(repeatable=True), every_thread=True) as seen:
+        with observing(Recorder(repeatable=True), every_thread=True) as recorder:
             check.run(op.function, sample)
         registry.invalidate()
-        self.calls: list[Call] = seen.calls
+        self.calls: list[Call] = recorder.calls
 
     def against_reference(self) -> str:
-        """Why the op disagrees with its reference, or `""`, on fewer rows where the full size is too large.
+        """Why the op disagrees with its reference, or `""`. A shape that is too large is compared on fewer rows.
 
         Raises `Rejected` if a configuration fails to launch.
         """
@@ -97,7 +97,7 @@ class Bench:
 class Stage:
     """One tunable at one key: the baseline's results, and the tensors on which every candidate is timed.
 
-    Raises `Rejected` if the op does not launch it.
+    Raises `Rejected` if the op does not launch the tunable with this key.
     """
 
     def __init__(self, bench: Bench, tunable: Tunable, key: Key) -> None:
@@ -107,30 +107,29 @@ class Stage:
         if not calls:
             raise Rejected(f"{tunable.name} is not launched with key {key} at {bench.sizes}")
         self.call = calls[0]
-        self.timed: set[tuple[str, int]] | None = None  # names of launches; None: every one
+        self.timed: set[tuple[str, int]] | None = None  # names of the launches to time; None: all
         self.baseline = self._first_that_runs()
-        self.timed = self._affected()
+        self.timed = self._kernels_to_time()
         before: dict[tuple[Any, int], torch.Tensor] = {}
 
-        def keep_inputs(one: Launch) -> None:
+        def copy_inputs(one: Launch) -> None:
             for i in _tensor_indices(one.args) if one.name in self.timed else ():
                 if not is_poisoned(one.args[i]):
                     before[one.name, i] = copy_of(one.args[i])
 
-        outputs, launches = self._run(self.baseline, keep_inputs)
+        outputs, launches = self._run(self.baseline, copy_inputs)
         args_of = {one.name: one.args for one in launches}
-        self._pristine = {(name, i): t for (name, i), t in before.items() if not same_bits(t, args_of[name][i])}
+        self._overwritten = {(name, i): t for (name, i), t in before.items() if not same_bits(t, args_of[name][i])}
         self.expected = [t.clone() for t in outputs]  # copies, since replays overwrite the launches' tensors
         tuned = {one.name: one.args for one in launches if _is(one, tunable, key)}
-        rewritten = [tuned[name][i] for name, i in self._pristine if name in tuned]
-        self.bytes = sum(_bytes(args) for args in tuned.values()) + _bytes(rewritten)
+        overwritten = [tuned[name][i] for name, i in self._overwritten if name in tuned]  # read and written
+        self.bytes = sum(_bytes(args) for args in tuned.values()) + _bytes(overwritten)
         footprint = max(1, sum(_bytes(one.args) for one in launches))
-        self.copies = (
-            1 if self.clock.module is None else max(1, min(MAX_COPIES, math.ceil(COLD * self.target.l2 / footprint)))
-        )
+        copies = min(MAX_COPIES, math.ceil(L2_MULTIPLE * self.target.l2 / footprint))
+        self.copies = 1 if self.clock.module is None else max(1, copies)
         first = {name: {i: args[i] for i in _tensor_indices(args)} for name, args in args_of.items()}
         self._sets = [first, *(_copies(first) for _ in range(1, self.copies))]
-        self.restore_all()
+        self.restore_inputs()
 
     def _first_that_runs(self) -> LaunchConfig:
         """The heuristic, or the safe configuration if the heuristic fails to launch."""
@@ -144,55 +143,55 @@ class Stage:
                 failed.append(str(reason))
         raise Rejected(f"neither the heuristic nor the safe configuration launches: {'; '.join(failed)}")
 
-    def _affected(self) -> set[tuple[str, int]]:
-        """Kernels that a candidate's time includes: the tunable's, and others whose launches depend on the candidate.
+    def _kernels_to_time(self) -> set[tuple[str, int]]:
+        """The tunable's kernels, and others whose launches differ between the extremes of the search space.
 
         For example, a persistent backward's grid sets how many partial sums another kernel adds, and a narrow block may
-        need a second kernel. The launches of these differ between the extremes of the search space.
+        need a second kernel.
         """
         legal, _ = space.legal(self.tunable, self.target, self.key)
-        launched = [self._would_launch(config) for config in _extremes(legal, self.baseline)]
-        always = {name for launches in launched for name, (is_own, _) in launches.items() if is_own}
-        constant = {name for name, looks in launched[0].items() if all(other.get(name) == looks for other in launched)}
+        launched = [self._launches_under(config) for config in _extremes(legal, self.baseline)]
+        always = {name for launches in launched for name, (is_tuned, _) in launches.items() if is_tuned}
+        constant = {name for name, value in launched[0].items() if all(other.get(name) == value for other in launched)}
         return always | {name for launches in launched for name in launches if name not in constant}
 
-    def _would_launch(self, config: LaunchConfig) -> dict[tuple[str, int], tuple[bool, tuple]]:
-        """Kernel -> (whether it is the tunable's, its grids and arguments) under `config`. Nothing is launched."""
+    def _launches_under(self, config: LaunchConfig) -> dict[tuple[str, int], tuple[bool, tuple]]:
+        """Name of each launch under `config` -> (whether it is the tunable's, grids and arguments). None is made."""
         plan = self.plan(config)
         with torch.no_grad(), unasserted(), installed(plan):
-            with observing(Recorder(launching=False), every_thread=True) as seen:
+            with observing(Recorder(launching=False), every_thread=True) as recorder:
                 self.call.again()
         kernels: dict[tuple[str, int], tuple[bool, tuple]] = {}
-        for one in (one for call in seen.calls for one in call.launches):
+        for one in (one for call in recorder.calls for one in call.launches):
             args = tuple(tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in one.args)
-            is_own, looks = kernels.get(one.name, (False, ()))
-            kernels[one.name] = (is_own or one.plan is plan, (*looks, (one.grid, args)))
+            is_tuned, launches = kernels.get(one.name, (False, ()))
+            kernels[one.name] = (is_tuned or one.plan is plan, (*launches, (one.grid, args)))
         return kernels
 
     def plan(self, config: LaunchConfig) -> Plan:
-        """A plan for one candidate, outside the registry's layers."""
+        """A plan with one candidate, which the registry does not look up."""
         chosen = Entry(config, {"kind": "explicit"}, source="tuner", layer="explicit")
         return Plan(self.tunable, self.target, self.device, self.key, chosen)
 
-    def _run(self, config: LaunchConfig, keep: Any = None) -> tuple[list[torch.Tensor], list[Launch]]:
-        """Results of the operator under `config`, and its launches that are timed."""
+    def _run(self, config: LaunchConfig, before_launch: Any = None) -> tuple[list[torch.Tensor], list[Launch]]:
+        """(results of the operator under `config`, its launches that are to be timed)"""
         plan = self.plan(config)
-        with torch.no_grad(), installed(plan), observing(Recorder(keep), every_thread=True) as seen:
+        with torch.no_grad(), installed(plan), observing(Recorder(before_launch), every_thread=True) as recorder:
             with strictly(), poisoned():
                 outputs = self.call.again()
-        launches = [one for call in seen.calls for one in call.launches]
+        launches = [one for call in recorder.calls for one in call.launches]
         if not any(one.plan is plan for one in launches):
             raise Rejected("the operator did not launch the kernel with this configuration")
         return outputs, [one for one in launches if self.timed is None or one.name in self.timed]
 
-    def restore_all(self) -> None:
+    def restore_inputs(self) -> None:
         """Restore the arguments that kernels overwrite in place."""
         for tensors in self._sets:
-            for (name, i), before in self._pristine.items():
+            for (name, i), before in self._overwritten.items():
                 tensors[name][i].copy_(before)
 
     def prepare(self, config: LaunchConfig) -> Arm:
-        """Check a candidate and capture it. Raises `Rejected` with the reason it must not be timed."""
+        """Check a candidate's results and capture its launches. Raises `Rejected` if it must not be timed."""
         if reason := self.tunable.illegal(self.target, self.key, config):
             raise Rejected(reason)
         outputs, launches = self._run(config)
@@ -204,7 +203,7 @@ class Stage:
             for one, args in steps:
                 one.again(args)
 
-        in_place = bool(self._pristine)
+        in_place = bool(self._overwritten)
         run_once()
         repeats = 1
         if self.clock.module is not None and not in_place:
@@ -216,10 +215,10 @@ class Stage:
                 run_once()
 
         replay = self.clock.captured(run)
-        return Arm(config, self.restore_all if in_place else nothing, replay, self.copies * repeats)
+        return Arm(config, self.restore_inputs if in_place else nothing, replay, self.copies * repeats)
 
     def _steps(self, launches: list[Launch], number: int) -> list[tuple[Launch, tuple]]:
-        """The launches with their arguments in set `number`. A tensor of another layout is copied for each set."""
+        """The launches with arguments from set `number`. Tensors whose layouts differ from the set's are copied."""
         steps = []
         copies: dict[tuple, torch.Tensor] = {}
         for one in launches:
@@ -256,7 +255,7 @@ def _layout(tensor: torch.Tensor) -> tuple:
 
 
 def _bytes(args: Iterable[Any]) -> int:
-    """Bytes of the tensors among these arguments, once where they share memory."""
+    """Bytes of the tensors among these arguments; tensors that share memory count once."""
     sizes: dict[int, int] = {}
     for tensor in args:
         if isinstance(tensor, torch.Tensor):
@@ -265,7 +264,7 @@ def _bytes(args: Iterable[Any]) -> int:
 
 
 def _copies(first: dict[Any, dict[int, torch.Tensor]]) -> dict[Any, dict[int, torch.Tensor]]:
-    """Copies with the same strides, which share memory where the originals do."""
+    """Copies with the same strides. Copies of tensors that share memory share memory too."""
     copies: dict[tuple, torch.Tensor] = {}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -278,21 +277,21 @@ def _copies(first: dict[Any, dict[int, torch.Tensor]]) -> dict[Any, dict[int, to
 
 
 def _extremes(legal: list[LaunchConfig], baseline: LaunchConfig) -> list[LaunchConfig]:
-    """The baseline, and the configurations with the smallest and the largest value of each option of a grid."""
+    """The baseline, and the configurations with the smallest and largest value of each option that can set a grid."""
     chosen = [baseline]
-    knobs = [lambda c: c.ctas_per_mp, *(lambda c, name=name: c.blocks.get(name, 0) for name in baseline.blocks)]
-    for knob in knobs:
-        chosen += [pick(legal, key=knob) for pick in (min, max)] if legal else []
+    values = [lambda c: c.ctas_per_mp, *(lambda c, name=name: c.blocks.get(name, 0) for name in baseline.blocks)]
+    for value in values:
+        chosen += [pick(legal, key=value) for pick in (min, max)] if legal else []
     return list(dict.fromkeys(chosen))
 
 
 class LocalMeasurer:
-    """Measures candidates on one device, of one op, shape and tunable at a time."""
+    """Measures candidates on one device, for one op, shape and tunable at a time."""
 
     def __init__(self, device: str) -> None:
         self.device = with_index(device)
         self.target = target_of(self.device)
-        registry.set_table(self.target, {})  # so that the baseline is the heuristic
+        registry.set_table(self.target, {})  # no stored entries: the baseline is the heuristic
         self.clock = Clock(self.device).__enter__()
         self._bench: Bench | None = None
         self._shape: tuple | None = None
@@ -312,7 +311,7 @@ class LocalMeasurer:
         }
 
     def open(self, job: Job, sizes: tuple[int, ...]) -> tuple[LaunchConfig, int]:
-        """Prepare for candidates of the job's tunable and key at these sizes; returns the baseline and its bytes moved.
+        """Prepare to measure candidates of a job at these sizes. Returns the baseline and the bytes that it moves.
 
         Raises `Rejected`.
         """
@@ -330,14 +329,14 @@ class LocalMeasurer:
         return self._stage.baseline, self._stage.bytes
 
     def prepare(self, config: LaunchConfig) -> None:
-        """Check and capture a candidate, unless it is among the last `MOST_ARMS`. Raises `Rejected`."""
+        """Check and capture a candidate, unless it is one of the last `MAX_ARMS` prepared. Raises `Rejected`."""
         try:
             arm = self._arms.pop(config, None) or self._stage.prepare(config)
         except torch.OutOfMemoryError as error:
             self._free()
             raise Rejected(f"out of memory: {str(error).splitlines()[0]}") from None
         self._arms[config] = arm
-        if len(self._arms) > MOST_ARMS:
+        if len(self._arms) > MAX_ARMS:
             del self._arms[next(iter(self._arms))]
 
     def time(self, configs: list[LaunchConfig], rounds: int) -> list[list[float]]:
@@ -354,7 +353,7 @@ class LocalMeasurer:
         self._stage = self._bench = self._shape = None
 
     def _free(self) -> None:
-        """Return cached memory to the device if half of its memory is in use; it takes longer than a measurement."""
+        """Return torch's cached memory to the device if half of the device's memory is in use, since this is slow."""
         if self.device.type == "cpu":
             return
         module = torch.get_device_module(self.device)

@@ -1,7 +1,6 @@
 """Problem sizes of a model's launches, from its Hugging Face config.
 
-A model is a name from `KNOWN`, a path to a `config.json`, or a Hugging Face id that `transformers` finds, as a local
-copy or on the hub.
+A model is named by a name in `KNOWN`, the path of a `config.json`, or a Hugging Face id.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from ..text import first_line
 
 @dataclass(frozen=True)
 class Model:
-    """Facts of a decoder, for the sizes of its kernels and of the tensors that its layers keep for backward.
+    """Facts of a decoder that give the sizes of its kernels and of the tensors that its layers keep for backward.
 
     qk_norm: q and k are normalised, each head separately; joint_qk_norm: all heads of q, and all of k, as one row
-    tied: the output head is the embedding; sandwich: norms behind attention and MLP too; softcap: of attention scores;
-    window: of sliding attention, 0 for none; positions: the longest sequence that it is made for, 0 if unknown
-    experts: of each layer, top_k of them for a token, each expert_width wide (0: `intermediate`)
+    tied: the output head is the embedding; sandwich: norms also after attention and MLP; softcap: of attention scores
+    window: of sliding-window attention, 0 for none; positions: maximum sequence length, 0 if unknown
+    experts: per layer, of which a token uses top_k; expert_width: their width (0: `intermediate`)
     fused_qkv: one projection gives q, k and v; heads_first: q is laid out by heads, so attention's output is copied
     parallel: attention and MLP take the output of one norm
     """
@@ -54,7 +53,7 @@ class Model:
     parallel: bool = False
 
 
-KNOWN = {  # public id -> facts, which need no file and no network; the short name works too
+KNOWN = {  # Hugging Face id -> facts, so that these models need no file and no network
     "mistralai/Mistral-7B-v0.3": Model("mistral-7b", 4096, 14336, 32, 8, 128, 32768, positions=32768),
     "meta-llama/Meta-Llama-3-8B": Model("llama-3-8b", 4096, 14336, 32, 8, 128, 128256, positions=8192),
     "Qwen/Qwen3-8B": Model("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, qk_norm=True, layers=36, positions=40960),
@@ -90,14 +89,14 @@ _ACTIVATIONS = {
     "geglu": _GELU,
     "relu_squared": ("relu2", "relu_squared"),
 }
-"""Op of an MLP -> names in configs of the activations that it computes."""
+"""Op of an MLP -> the names of its activation in configs."""
 _HEADS_FIRST = ("exaone4", "gemma3", "hunyuan", "stablelm")
 _JOINT_QK_NORM = ("olmo2", "olmo3", "olmoe")
-"""Model types whose norms of q and k take all heads at once."""
+"""Prefixes of the model types with `Model.heads_first` and with `Model.joint_qk_norm`."""
 
 
 def sizes_of(op: str, model: Model, batch: int, seq: int) -> list[Sizes]:
-    """Problem sizes at which `model` launches `op`; empty if it does not, or if they are not known for the op."""
+    """Problem sizes at which `model` launches `op`; empty if it does not, or if the op is not known here."""
     rows = batch * seq
     hidden = [(rows, model.hidden)]
     if op in _ACTIVATIONS:
@@ -118,7 +117,7 @@ def sizes_of(op: str, model: Model, batch: int, seq: int) -> list[Sizes]:
 
 
 def find(name: str) -> Model:
-    """A model by known name, `config.json` path or Hugging Face id. Raises `ValueError`."""
+    """The model of a name in `KNOWN`, a `config.json` path or a Hugging Face id. Raises `ValueError`."""
     if (public := known_id(name)) is not None:
         return KNOWN[public]
     if (path := local(name)) is not None:
@@ -139,7 +138,7 @@ def find(name: str) -> Model:
 
 
 def known_id(name: str) -> str | None:
-    """The id in `KNOWN` of a model's id or short name; its owner and hyphens may be left out."""
+    """The id in `KNOWN` for a model's id or short name, without regard to owner, hyphens and case; or None."""
     plain = name.lower().replace("-", "")
     for public, model in KNOWN.items():
         if plain in (one.lower().replace("-", "") for one in (public, public.split("/")[1], model.name)):
@@ -161,10 +160,10 @@ def local(name: str) -> Path | None:
 
 
 def on_meta(name: str) -> Any:
-    """The causal language model of a config (a multimodal one's text part), on the meta device.
+    """A causal language model (the text part of a multimodal model) from its config, on the meta device.
 
-    None for a name in `KNOWN`, without transformers, and for a family that it does not know. Raises `ValueError` for a
-    config of another kind of model.
+    None for a name in `KNOWN`, without transformers, and for a family that transformers does not know. Raises
+    `ValueError` if the config is not of a causal language model.
     """
     if known_id(name) is not None:
         return None
@@ -195,9 +194,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def published(name: str) -> Any:
-    """transformers' configuration of a path or a Hugging Face id, from the cache or the hub. Raises if neither has it.
+    """The transformers config of a path or a Hugging Face id, from the cache or the hub. Raises if neither has it.
 
-    One request finds out whether the hub can be reached, since transformers retries for a long time. No code of a
+    One request tests whether the hub can be reached, since transformers would retry for a long time. No code from a
     repository is run.
     """
     from transformers import AutoConfig
@@ -220,7 +219,7 @@ def published(name: str) -> Any:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> Model:
-    """Facts from a Hugging Face config (a multimodal one's text part). Raises `ValueError` that names a bad field."""
+    """The facts in a Hugging Face config (its text part if multimodal). Raises `ValueError` that names a bad field."""
     if "hidden_size" not in config and isinstance(config.get("text_config"), Mapping):
         config, name = config["text_config"], f"{name}'s language model"
 
@@ -268,23 +267,23 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
     )
 
 
-def as_built(model: Model, source: Any) -> Model:
-    """`model` with the norms that the layers of `source` (a live model or one layer) have.
+def with_layers_of(model: Model, source: Any) -> Model:
+    """`model` with the norms and the QKV projection that `source` (a live model or one of its layers) has.
 
     Raises `ValueError` for norms that the planner does not know.
     """
-    whole, norms, fused = hasattr(source, "get_input_embeddings"), Counter(), False
+    is_model, norms, fused = hasattr(source, "get_input_embeddings"), Counter(), False
     for name, module in source.named_modules():
         *path, last = name.split(".")
         fused |= last == "qkv_proj"
-        if "Norm" in type(module).__name__ and (not whole or any(part.isdigit() for part in path)):
+        if "Norm" in type(module).__name__ and (not is_model or any(part.isdigit() for part in path)):
             weight = getattr(module, "weight", None)
             norms[last, model.hidden if weight is None else getattr(weight, "ds_numel", weight.numel())] += 1
     of_heads = sorted(size for name, size in norms if name[0] in "qk")
     others = [size for name, size in norms if name[0] not in "qk"]
     joint = of_heads == sorted((model.kv_heads * model.head_dim, model.heads * model.head_dim))
     known = joint or of_heads in ([], [model.head_dim] * 2)
-    regular = set(norms.values()) == {model.layers if whole else 1}
+    regular = set(norms.values()) == {model.layers if is_model else 1}
     if not known or not regular or others not in ([model.hidden] * n for n in (1, 2, 4)):
         shown = ", ".join(f"{name} ({size}) x{count}" for (name, size), count in norms.items()) or "none"
         raise ValueError(

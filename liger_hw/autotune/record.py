@@ -1,7 +1,7 @@
 """Recording the operators that an op calls, the kernels that they launch, and the arguments.
 
-The tuner runs an op once under `Recorder`. Then, for each candidate, it runs the operator that launches the tuned
-kernel again, with the candidate's plan installed, and times that kernel's launches alone.
+The tuner runs an op once under `Recorder`. For each candidate it then repeats the operator call that launches the tuned
+kernel, with the candidate's plan installed, and times only that kernel's launches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .fake import FakeTensors
 
 @dataclass
 class Launch:
-    """One launch of a kernel, or call of a library's `Routine` in its place."""
+    """One launch of a kernel, or one call of a library's `Routine` that replaces it."""
 
     plan: Plan
     kernel: Any
@@ -35,7 +35,7 @@ class Launch:
 
     @property
     def name(self) -> tuple[str, int]:
-        """Its name among an operator's launches, since two tunables may launch one kernel."""
+        """Identifies the launch within an operator call; two tunables may launch one kernel."""
         return self.plan.tunable.name, id(self.kernel)
 
     def again(self, args: tuple[Any, ...]) -> None:
@@ -47,7 +47,7 @@ class Launch:
 
 @dataclass
 class Call:
-    """One operator call: its arguments as they were before (copies of overwritten ones), and its launches."""
+    """One operator call: its arguments (those it overwrites as copies made before), and its launches."""
 
     operator: Any
     args: tuple[Any, ...]
@@ -55,14 +55,14 @@ class Call:
     launches: list[Launch] = field(default_factory=list)
 
     def again(self) -> list[torch.Tensor]:
-        """Run the operator on the original arguments; its outputs, then the arguments it overwrote."""
+        """Run the operator on the original arguments. Returns its outputs, then the arguments that it overwrote."""
         args = [a.clone() if i in self.overwritten else a for i, a in enumerate(self.args)]
         result = self.operator(*args)
         return tensors_in(result) + [args[i] for i in self.overwritten]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor of an op's result: a tensor, a tuple or list of them, or an object with tensors as attributes."""
+    """Every tensor in a value: the value itself, its items or its attributes, recursively."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
@@ -72,7 +72,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [t for item in vars(value).values() for t in tensors_in(item)] if hasattr(value, "__dict__") else []
 
 
-def foresee(
+def trace_launches(
     op: str,
     sizes: Sequence[int],
     dtype: torch.dtype,
@@ -81,14 +81,14 @@ def foresee(
     options: Mapping[str, Any] | None = None,
     table: Mapping[tuple[str, str, Key], list[registry.Entry]] = MappingProxyType({}),
 ) -> None:
-    """Run one forward and backward of `op` on fake tensors as on `target`, and call `note(plan, kernel, grid, args,
-    flags)` in place of each launch. table: stored configurations; without them the heuristics answer.
+    """Run one forward and backward of `op` on fake tensors, as if on `target`. In place of each launch
+    `note(plan, kernel, grid, args, flags)` is called. table: stored configurations; without any, heuristics are used
     """
     entry = registry.get_op(op)
     with contextlib.ExitStack() as stack:
         stack.enter_context(registry.pretend(target, dict(table)))
         stack.enter_context(observing(Foreseen(note)))
-        if not registry.interpreting():  # the interpreter needs CPU tensors with values, such as targets
+        if not registry.interpreting():  # the interpreter needs values, such as targets
             stack.enter_context(FakeTensors())
         sample = entry.sample(tuple(sizes), dtype, torch.device("cpu"), None, **(options or {}))
         outputs = [o for o in tensors_in(entry.function(*sample.args, **sample.kwargs)) if o.requires_grad]
@@ -100,19 +100,19 @@ def foresee(
 class Recorder(Observer):
     """Notes operator calls and kernel launches, as `observing(Recorder(), every_thread=True)`.
 
-    Of each kernel and key in an operator call only the first launch is noted, since a chunked loop repeats it.
-    keep: called with each noted launch before it happens
-    repeatable: copy the arguments that operators overwrite, so that the calls can be run again
+    Only the first launch of each kernel and key in an operator call is noted, since a chunked loop repeats it.
+    before_launch: called with each noted launch before it is made
+    repeatable: copy the arguments that operators overwrite, so that the calls can be repeated
     launching: False notes launches without making them; results are then undefined
     """
 
-    def __init__(self, keep: Any = None, repeatable: bool = False, launching: bool = True) -> None:
+    def __init__(self, before_launch: Any = None, repeatable: bool = False, launching: bool = True) -> None:
         self.calls: list[Call] = []
         self.launches: list[Launch] = []
-        self._keep, self._repeatable, self._launching, self._call = keep, repeatable, launching, None
+        self._before_launch, self._repeatable, self._launching, self._call = before_launch, repeatable, launching, None
 
     def launch(self, proceed: Any, plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
-        """Launches through Triton, without `proceed`: it is the outermost observer."""
+        """Launches through Triton rather than by `proceed`, since this is the outermost observer."""
         self._note(Launch(plan, kernel, tuple(grid), tuple(args), tuple(flags)))
         if self._launching:
             _launch.launch_ordinary(plan, kernel, grid, args, flags)
@@ -122,11 +122,11 @@ class Recorder(Observer):
         return proceed(plan, routine, args) if self._launching else routine.shaped(*args)
 
     def _note(self, launch: Launch) -> None:
-        place = self.launches if self._call is None else self._call.launches
-        if not any(known.name == launch.name and known.plan.key == launch.plan.key for known in place):
-            if self._keep is not None:
-                self._keep(launch)
-            place.append(launch)
+        launches = self.launches if self._call is None else self._call.launches
+        if not any(known.name == launch.name and known.plan.key == launch.plan.key for known in launches):
+            if self._before_launch is not None:
+                self._before_launch(launch)
+            launches.append(launch)
 
     def operator(self, proceed: Any, call: Any, args: tuple) -> Any:
         written = [a.alias_info is not None and a.alias_info.is_write for a in call.overload._schema.arguments]
@@ -141,15 +141,15 @@ class Recorder(Observer):
 
 
 def unasserted() -> contextlib.AbstractContextManager[Any]:
-    """Skip assertions on the device, which would read uninitialised memory if nothing is launched."""
+    """Skip assertions on the device. If nothing is launched, they would read uninitialised memory."""
     return mock.patch.object(private, "assert_async", lambda *args: None)
 
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fill the results of `torch.empty` and the like with NaN, which shows elements that no kernel wrote.
+    """Fill the results of `torch.empty` and the like with NaN, to show elements that no kernel wrote.
 
-    The functions are replaced, since a torch function mode is switched off inside the operators that it intercepts.
+    The functions are replaced: torch disables a function mode inside the operators that the mode intercepts.
     """
 
     def poisoning(make: Any) -> Any:
@@ -175,7 +175,7 @@ def is_poisoned(tensor: torch.Tensor) -> bool:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype have the same bits, NaNs too."""
+    """Whether two tensors of one dtype have the same bits, also where they are NaN."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     return torch.equal(one.detach().view(integers), other.detach().view(integers))
 
@@ -187,8 +187,8 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def installed(plan: Plan) -> Iterator[None]:
-    """Let launchers use `plan` for its device and key. All others are resolved again, since calls that are replayed
-    would bypass the recorder."""
+    """Let launchers use `plan` for its device and key. All plans are resolved again, since replayed calls would bypass
+    the recorder."""
     registry.invalidate()
     plan.tunable.plans[plan.device, plan.key] = plan
     try:
@@ -198,7 +198,7 @@ def installed(plan: Plan) -> Iterator[None]:
 
 
 class Rejected(Exception):
-    """A candidate must not be timed; the message says why. From a worker it is raised as a `WorkerError`."""
+    """A candidate must not be timed; the message says why. A worker's caller gets a `WorkerError` instead."""
 
 
 class _Strict(Observer):
@@ -212,5 +212,5 @@ class _Strict(Observer):
 
 
 def strictly() -> contextlib.AbstractContextManager:
-    """Let a configuration that fails to compile or launch raise `Rejected`, instead of being quarantined."""
+    """If a configuration fails to compile or launch, raise `Rejected` instead of putting it in quarantine."""
     return observing(_Strict(), every_thread=True)

@@ -1,4 +1,4 @@
-"""Which configurations to try for a tunable at a key, and which problem sizes have the key."""
+"""The configurations to try for a tunable at a key, and problem sizes that have the key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ITEMSIZES = {**{dtype: itemsize for itemsize, dtype in DTYPES.items()}, "float1
 
 
 def legal(tunable: Tunable, target: Target, key: Key) -> tuple[list[LaunchConfig], Counter]:
-    """(the heuristic, then every other legal configuration of the space; reasons of refusals with their counts)."""
+    """(every legal configuration of the space, the heuristic first if legal; counts of the reasons for refusals)"""
     refused: Counter = Counter()
     configs: dict[LaunchConfig, None] = {}
     for config in (tunable.heuristic(target, key), *tunable.space(target, key)):
@@ -27,15 +27,15 @@ def legal(tunable: Tunable, target: Target, key: Key) -> tuple[list[LaunchConfig
     return list(configs), refused
 
 
-def knobs(config: LaunchConfig) -> dict[str, Any]:
+def options(config: LaunchConfig) -> dict[str, Any]:
     data = config.to_json()
     return {**data.pop("blocks"), **data.pop("vendor"), **data}
 
 
 def distance(a: LaunchConfig, b: LaunchConfig) -> int:
     """Number of options that differ."""
-    one, other = knobs(a), knobs(b)
-    return sum(one.get(name) != other.get(name) for name in {*one, *other})
+    first, second = options(a), options(b)
+    return sum(first.get(name) != second.get(name) for name in {*first, *second})
 
 
 def neighbours(space: Iterable[LaunchConfig], config: LaunchConfig) -> list[LaunchConfig]:
@@ -44,40 +44,40 @@ def neighbours(space: Iterable[LaunchConfig], config: LaunchConfig) -> list[Laun
 
 
 def shortlist(
-    space: Sequence[LaunchConfig], start: LaunchConfig, most: int, scores: Mapping[LaunchConfig, float], seed: str
+    space: Sequence[LaunchConfig], start: LaunchConfig, limit: int, scores: Mapping[LaunchConfig, float], seed: str
 ) -> list[LaunchConfig]:
-    """At most `most` configurations to measure first, `start` before all others.
+    """At most `limit` configurations to measure first, beginning with `start`.
 
     scores: relative times (1.0 is the best) of configurations at a neighbouring key. With scores, up to two thirds of
-    the list are the best of these, then neighbours of the best. Without, half are neighbours of `start`. The rest is
-    random.
+    the list have the best scores, and neighbours of the best follow. Without, half are neighbours of `start`. The rest
+    is random.
     """
-    if len(space) <= most:
+    if len(space) <= limit:
         return [start, *(c for c in space if c != start)]
-    chances = random.Random(seed)
+    shuffler = random.Random(seed)
     chosen: dict[LaunchConfig, None] = {start: None}
     known = sorted((c for c in space if c in scores), key=lambda c: scores[c])
     if known:
-        chosen.update(dict.fromkeys(known[: most * 2 // 3]))
+        chosen.update(dict.fromkeys(known[: limit * 2 // 3]))
         near = neighbours(space, known[0])
     else:
         near = neighbours(space, start)
-        chances.shuffle(near)
-        near = near[: most // 2]
+        shuffler.shuffle(near)
+        near = near[: limit // 2]
     for config in near:
-        if len(chosen) < most:
+        if len(chosen) < limit:
             chosen[config] = None
     rest = [c for c in space if c not in chosen]
-    chances.shuffle(rest)
-    chosen.update(dict.fromkeys(rest[: most - len(chosen)]))
+    shuffler.shuffle(rest)
+    chosen.update(dict.fromkeys(rest[: limit - len(chosen)]))
     return list(chosen)
 
 
-def elsewhere(tunable: Tunable, sizes: Sequence[int], key: Key, dtype: str) -> tuple[int, ...] | None:
+def other_sizes(tunable: Tunable, sizes: Sequence[int], key: Key, dtype: str) -> tuple[int, ...] | None:
     """Other problem sizes that have `key`, or None.
 
-    Sizes from 1024 on are multiplied by about 5/8, 3/4 or 7/8, the first that keeps the key, in multiples of 64.
-    Smaller ones (batches, heads, head widths) are the same in most models and stay.
+    Each size from 1024 on is multiplied by the first of 5/8, 3/4 and 7/8 that keeps the key, and rounded down to a
+    multiple of 64. Smaller sizes (batches, heads, head widths) are the same in most models and stay.
     """
     itemsize = _ITEMSIZES[dtype]
     other = tuple(sizes)
@@ -91,10 +91,10 @@ def elsewhere(tunable: Tunable, sizes: Sequence[int], key: Key, dtype: str) -> t
 
 
 def sizes_for(op: Op, tunable: Tunable, key: Key) -> tuple[tuple[int, ...], str] | None:
-    """(problem sizes, dtype) that have this key, found by trial, or None: a recorded miss has only a key.
+    """(problem sizes, dtype) that have this key, found by trial, or None. For a recorded miss, which has only a key.
 
-    A key has rows as log2 buckets, so each of its numbers is tried as it is and as an exponent of two, the largest
-    first, and so are the op's workloads with other row counts. Then the same with other columns: one less (unaligned
+    The guesses are the op's workloads with other row counts, and products of the key's numbers, each as it is and as a
+    power of two (keys have rows as log2 buckets). If none has the key, the same with other columns: one less (unaligned
     rows), a quarter more (no power of two), both, and half.
     """
     numbers = {1, *key, *(1 << n for n in key if 0 <= n <= 24)}
@@ -115,7 +115,7 @@ def sizes_for(op: Op, tunable: Tunable, key: Key) -> tuple[tuple[int, ...], str]
 
 
 def _key(tunable: Tunable, sizes: tuple[int, ...], itemsize: int) -> Key | None:
-    """The tunable's key at these sizes, None if it does not take such sizes."""
+    """The tunable's key at these sizes, or None for sizes that it does not take."""
     try:
         return tunable.key(*sizes, itemsize)
     except (ValueError, ArithmeticError):

@@ -1,18 +1,18 @@
-"""Tuning without the device: candidates are compiled for it, and a model of their time ranks them.
+"""Tuning without the device: candidates are compiled for it, and a model predicts their times.
 
 For each job (one tunable at one key) a shortlist of the space, the heuristic first, is traced and compiled in worker
 processes. Candidates that do not compile, are illegal or spill more than the heuristic are dropped. The model ranks the
-rest, then the neighbours of the two best. The winner is kept if its predicted gain over the heuristic exceeds the
+rest, then the neighbours of the two best. The winner is stored if its predicted gain over the heuristic exceeds the
 model's error (`MARGINS`). Entries are `static`, or `modelled` if the stock Triton has no compiler for the target and
 candidates are only lowered to TTIR. benchmarks/static_regret.py publishes the regret of these choices on the H200.
 
-The model combines three lower bounds of a kernel's time, which overlap in part:
+The model combines three lower bounds of a kernel's time:
 
-    memory   bytes from device memory over its bandwidth: each tensor once, and again for every further sweep over rows
-             that the cache does not hold
+    memory   bytes from device memory over its bandwidth. Each tensor is read once; rows that a program sweeps over
+             several times are read again if the cache does not hold them
     issue    instructions of all warps over the rate at which a multiprocessor issues them
-    chain    the longest path through one program (wait for memory, dependent instructions, barriers; a pipelined loop
-             waits less), times the rounds in which the programs fit on the device
+    chain    the longest path through one program (memory latency, dependent instructions, barriers; less latency in a
+             pipelined loop), times the number of waves of programs on the device
 
     time = (memory^p + issue^p + chain^p)^(1/p), with p from 1 (nothing overlaps) to infinity (everything does)
 """
@@ -33,12 +33,12 @@ from ..registry import Entry, Tunable
 from . import compile as aot
 from . import space, store
 from .compile import Certificate, Launch
-from .jobs import Job, Result, each
+from .jobs import Job, Result, run_each
 from .ttir import Access
 from .workers import CompilePool
 
 MARGINS = {"binary": 0.08, "ttir": 0.25}
-"""The least predicted gain over the heuristic for which a choice is kept, by `Certificate.level` of its kernels."""
+"""A choice is stored if its predicted gain over the heuristic exceeds this, by `Certificate.level` of its kernels."""
 
 
 # -- the tuner -------------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ MARGINS = {"binary": 0.08, "ttir": 0.25}
 class StaticTuner:
     """Runs jobs for a target that is not here.
 
-    candidates: the most that a job compiles; save: stores (name, entry) of a winner, returns whether it did
+    candidates: how many a job compiles at most; save: stores a winner's (name, entry), returns whether that succeeded
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class StaticTuner:
         candidates: int = 24,
         save: Callable[[tuple, Entry], Any] | None = None,
     ) -> None:
-        self.target, self.pool, self.most, self.save = target, pool, candidates, save
+        self.target, self.pool, self.limit, self.save = target, pool, candidates, save
 
     def run(self, jobs: list[Job], budget: float | None = None) -> Iterator[Result]:
         """The result of each job, in order. After `budget` seconds no job is begun."""
-        return each(jobs, lambda number, left: self.choose(jobs[number]), budget)
+        return run_each(jobs, lambda number, left: self.choose(jobs[number]), budget)
 
     def choose(self, job: Job, among: Sequence[LaunchConfig] | None = None) -> Result:
-        """The configuration that the model prefers, with the certificates of its kernels.
+        """The configuration with the least predicted time, with the certificates of its kernels.
 
-        among: compile only these and the heuristic, as for an entry whose kernel has changed
+        among: compile only these and the heuristic, for example a stored entry whose kernel has changed
         """
         tunable = registry.get_tunable(job.name)
         result = Result(job, note="the heuristic stays")
@@ -76,27 +76,27 @@ class StaticTuner:
         if heuristic not in legal:
             result.error = f"the heuristic is illegal: {tunable.illegal(self.target, job.key, heuristic)}"
             return result
-        # cache hints do not change a certificate, so candidates have the heuristic's
+        # cache hints do not change a certificate, so all candidates get the heuristic's
         distinct = list(dict.fromkeys(replace(config, hint=heuristic.hint) for config in legal))
         candidates = _Candidates(self, job, heuristic)
         if among is None:
-            first = max(2, self.most * 2 // 3)
+            first = max(2, self.limit * 2 // 3)
             candidates.add(space.shortlist(distinct, heuristic, first, {}, f"{job.name}{job.key}"))
         else:
             candidates.add([heuristic, *(config for config in among if config in distinct)])
         if heuristic not in candidates.times:
-            result.error = f"the heuristic cannot be judged: {candidates.dropped.get(heuristic, 'unknown')}"
+            result.error = f"the heuristic cannot be evaluated: {candidates.dropped.get(heuristic, 'unknown')}"
             return result
         best_two = sorted(candidates.times, key=candidates.times.__getitem__)[:2]
         for best in best_two if among is None else ():
             near = [config for config in space.neighbours(distinct, best) if config not in candidates.traced]
-            candidates.add(near[: max(0, self.most - len(candidates.traced) + 1) // 2])
+            candidates.add(near[: max(0, self.limit - len(candidates.traced) + 1) // 2])
         times = candidates.times
         winner = min(times, key=lambda config: (times[config], config != heuristic))
         gain = 1 - times[winner] / times[heuristic] if times[heuristic] else 0.0  # a launch too small for the model
         if gain <= min(MARGINS[certificate.level] for certificate in candidates.certificates[winner]):
             winner = heuristic
-        elif self._loses_elsewhere(job, tunable, heuristic, winner):
+        elif self._loses_at_other_sizes(job, tunable, heuristic, winner):
             winner, result.note = heuristic, "the heuristic stays: it is faster at other sizes of the key"
         result.tried, result.failed = len(candidates.traced), len(candidates.dropped)
         result.heuristic_us, result.winner_us = round(times[heuristic], 2), round(times[winner], 2)
@@ -112,9 +112,9 @@ class StaticTuner:
             self._keep(tunable, winner, candidates.certificates[winner], result)
         return result
 
-    def _loses_elsewhere(self, job: Job, tunable: Tunable, heuristic: LaunchConfig, winner: LaunchConfig) -> bool:
-        """Whether the heuristic is as fast at other sizes of the key, at which the entry would answer too."""
-        sizes = space.elsewhere(tunable, job.sizes, job.key, job.dtype)
+    def _loses_at_other_sizes(self, job: Job, tunable: Tunable, heuristic: LaunchConfig, winner: LaunchConfig) -> bool:
+        """Whether the heuristic is at least as fast at other sizes of the key, to which the entry would apply too."""
+        sizes = space.other_sizes(tunable, job.sizes, job.key, job.dtype)
         if sizes is None:
             return False
         candidates = _Candidates(self, replace(job, sizes=tuple(sizes)), heuristic)
@@ -149,7 +149,7 @@ class StaticTuner:
 
 
 class _Candidates:
-    """The candidates of one job: what each launches, its certificates, and its time or why it was dropped."""
+    """The candidates of one job: each one's launches, certificates, and time or the reason why it was dropped."""
 
     def __init__(self, tuner: StaticTuner, job: Job, heuristic: LaunchConfig) -> None:
         self.tuner, self.job, self.heuristic = tuner, job, heuristic
@@ -159,13 +159,13 @@ class _Candidates:
         self.dropped: dict[LaunchConfig, str] = {}
 
     def add(self, configs: Iterable[LaunchConfig]) -> None:
-        """Compile these too and rank all again, since `decided_by` compares them."""
+        """Compile more candidates and predict all times again: `launches_that_differ` depends on all candidates."""
         for config in configs:
             if config not in self.traced:
                 self.traced[config] = launches_of(self.job, self.tuner.target, config)
-        decided = decided_by(self.job.name, list(self.traced.values()))
-        certified = aot.certify([launch for launches in decided for launch in launches], self.tuner.pool)
-        self.certificates = {c: [next(certified) for _ in launches] for c, launches in zip(self.traced, decided)}
+        differing = launches_that_differ(self.job.name, list(self.traced.values()))
+        certified = aot.certify([launch for launches in differing for launch in launches], self.tuner.pool)
+        self.certificates = {c: [next(certified) for _ in launches] for c, launches in zip(self.traced, differing)}
         self.times, self.dropped = {}, {}
         for config, certificates in self.certificates.items():
             try:
@@ -184,27 +184,27 @@ class _Candidates:
                 return f"illegal: {certificate.illegal}"
         if config == self.heuristic:
             return ""
-        accepted = sum(c.resources.spills for c in self.certificates[self.heuristic] if c.resources)
+        heuristic_spills = sum(c.resources.spills for c in self.certificates[self.heuristic] if c.resources)
         spills = sum(c.resources.spills for c in certificates)
-        return f"spills: {spills} registers" if spills > accepted else ""
+        return f"spills: {spills} registers" if spills > heuristic_spills else ""
 
 
 def launches_of(job: Job, target: Target, config: LaunchConfig) -> list[Launch]:
-    """The launches of the job's op under a configuration, each kernel and key once."""
+    """The launches of the job's op under `config`. Of launches with one kernel and key, only the first."""
     dtype = getattr(torch, job.dtype)
     launches = aot.trace(job.op, job.sizes, dtype, target, configs={job.name: config}, shipped=False)
     return list({(one.tunable, one.kernel, one.key): one for one in reversed(launches)}.values())[::-1]
 
 
-def decided_by(name: str, traced: list[list[Launch]]) -> list[list[Launch]]:
-    """Each candidate's launches of the tunable, and its launches of other kernels that differ between candidates: the
-    grid of a persistent backward, for example, decides how many partial sums another kernel adds."""
+def launches_that_differ(name: str, traced: list[list[Launch]]) -> list[list[Launch]]:
+    """Each candidate's launches of the tunable `name`, and its other launches that are not the same for all candidates.
+    For example, the grid of a persistent backward decides how many partial sums another kernel adds."""
 
-    def looks(launch: Launch) -> tuple:
+    def work(launch: Launch) -> tuple:
         return launch.kernel, launch.key, launch.grid, launch.sizes
 
-    everywhere = set.intersection(*({looks(one) for one in launches} for launches in traced)) if traced else set()
-    return [[one for one in launches if one.tunable == name or looks(one) not in everywhere] for launches in traced]
+    common = set.intersection(*({work(one) for one in launches} for launches in traced)) if traced else set()
+    return [[one for one in launches if one.tunable == name or work(one) not in common] for launches in traced]
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -212,13 +212,12 @@ def decided_by(name: str, traced: list[list[Launch]]) -> list[list[Launch]]:
 
 @dataclass(frozen=True)
 class Rates:
-    """The model's fitted constants (benchmarks/static_regret.py fit). Cycles are of the multiprocessor's clock.
+    """The model's constants, fitted by benchmarks/static_regret.py. Cycles are of the multiprocessor's clock.
 
-    chain: cycles between two dependent instructions of a warp, charged to every instruction of the kernel
-    barrier, barrier_per_warp: cycles of a barrier, and cycles added by each warp that waits there
-    issue: instructions of a virtual instruction set for each one that is issued
-    overlap: the exponent p
-    launch: microseconds of a launch
+    chain: cycles between dependent instructions of a warp; every instruction counts as dependent on the one before
+    barrier, barrier_per_warp: cycles of a barrier, and further cycles for each warp that waits there
+    issue: instructions of a virtual instruction set (PTX) per instruction that is issued
+    overlap: the exponent p; launch: microseconds of a launch
     """
 
     chain: float = 3.6
@@ -231,17 +230,18 @@ class Rates:
 
 RATES = Rates()
 _WEIGHTS = {"shuffle": 2.0, "shared": 2.0, "atomic": 4.0}
-"""Kinds of instructions that count as several."""
+"""Kind of instruction -> the number of instructions that it counts as; others count as one."""
 
 
 def bytes_moved(accesses: Iterable[Access], sizes: tuple[int, ...], programs: int) -> tuple[float, float, float, int]:
-    """(bytes that must move, bytes swept again, bytes of one program that are swept again, trips of its loops)."""
+    """(bytes read or written once, bytes read again by later sweeps, bytes that one program reads again, trips of its
+    loops)"""
     accesses = list(accesses)
     looped = [a for a in accesses if a.looped]
     largest = max((a.tile for a in looped), default=0)
     trips = max([1.0, *(sizes[a.argument] / (programs * a.tile) for a in looped if 2 * a.tile >= largest)])
     whole = math.ceil(trips - 1e-6)
-    moved = again = row = 0.0
+    once = again = again_by_program = 0.0
     by_argument = defaultdict(list)
     for access in accesses:
         by_argument[access.argument, access.kind == "load"].append(access)
@@ -249,15 +249,15 @@ def bytes_moved(accesses: Iterable[Access], sizes: tuple[int, ...], programs: in
         inside = [a.tile for a in group if a.looped]
         outside = [a.tile for a in group if not a.looped and a.tile < min(inside, default=a.tile + 1)]
         size = min(sizes[argument], programs * (whole * sum(inside) + sum(outside)))
-        moved += size
+        once += size
         if loads and len(inside) > 1 and sizes[argument] / (programs * inside[0]) >= trips / 2:
             again += (len(inside) - 1) * size
-            row += size / programs
-    return moved, again, row, whole
+            again_by_program += size / programs
+    return once, again, again_by_program, whole
 
 
 def microseconds(certificate: Certificate, pace: Pace, rates: Rates = RATES) -> float:
-    """The time of one launch. Raises `ValueError` for a kernel that cannot run or with unknown accesses."""
+    """Predicted time of one launch. Raises `ValueError` if the kernel cannot run or its accesses are unknown."""
     launch, r = certificate.launch, certificate.resources
     if r is None or certificate.unread:
         raise ValueError(f"{launch.tunable}: {certificate.error or certificate.unread}")
@@ -266,11 +266,11 @@ def microseconds(certificate: Certificate, pace: Pace, rates: Rates = RATES) -> 
     if resident < 1:
         raise ValueError(f"{launch.tunable}: not one block fits a multiprocessor of {target.arch}")
     slots = resident * target.multiprocessors
-    moved, again, row, trips = bytes_moved(certificate.accesses, launch.sizes, programs)
-    cached = target.l2 / max(1.0, row * min(programs, slots))
+    moved, again, again_by_program, trips = bytes_moved(certificate.accesses, launch.sizes, programs)
+    cached = target.l2 / max(1.0, again_by_program * min(programs, slots))
     memory = (moved + again * max(0.0, 1.0 - cached)) / (target.bandwidth * 1e3)
 
-    cycle, wait = 1e-3 / pace.clock, pace.latency * 1e-3  # microseconds
+    cycle, latency = 1e-3 / pace.clock, pace.latency * 1e-3  # microseconds
     once = {kind: count - r.looped.get(kind, 0) for kind, count in r.instructions.items()}
     outside, inside = _issued(once), _issued(r.looped)
     warps = n_warps * programs / min(programs, target.multiprocessors)  # of one multiprocessor
@@ -285,17 +285,17 @@ def microseconds(certificate: Certificate, pace: Pace, rates: Rates = RATES) -> 
     if r.looped.get("load"):
         loop_bytes = sum(a.tile for a in certificate.accesses if a.looped and a.kind == "load")
         shared = r.shared if certificate.level == "binary" else loop_bytes
-        ahead, stages = 0, launch.config.num_stages  # tiles that are loaded while one is computed with
-        if stages > 1 and 2 * shared > loop_bytes:  # through shared memory: one is read, one is filled
+        ahead, stages = 0, launch.config.num_stages  # ahead: tiles in flight during the computation of one
+        if stages > 1 and 2 * shared > loop_bytes:  # buffers in shared memory: one is read, one is filled
             ahead = stages - 2
         elif pace.into_registers and once.get("load", 0) >= r.looped["load"]:
-            ahead = stages - 1  # the first tiles' loads stand before the loop
-        trip = max(trip, (trip + wait) / (1 + ahead))
-    program = (wait if once.get("load") else 0.0) + chain(once, outside) + trips * trip
-    rounds = max(1.0, programs / slots)
+            ahead = stages - 1  # buffers in registers: the first tiles are loaded before the loop
+        trip = max(trip, (trip + latency) / (1 + ahead))
+    program = (latency if once.get("load") else 0.0) + chain(once, outside) + trips * trip
+    waves = max(1.0, programs / slots)
 
     p = rates.overlap
-    return (memory**p + issue**p + (rounds * program) ** p) ** (1 / p) + rates.launch
+    return (memory**p + issue**p + (waves * program) ** p) ** (1 / p) + rates.launch
 
 
 def _issued(counts: Mapping[str, int]) -> float:
@@ -303,6 +303,6 @@ def _issued(counts: Mapping[str, int]) -> float:
 
 
 def time_of(certificates: Iterable[Certificate]) -> float:
-    """Microseconds of several launches one after the other. Raises `ValueError` if one cannot be modelled."""
+    """Predicted microseconds of consecutive launches. Raises `ValueError` if one cannot be modelled."""
     targets = [(one, one.launch.target) for one in certificates]
     return sum(microseconds(one, backend(target.vendor).pace(target)) for one, target in targets)

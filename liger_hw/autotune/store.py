@@ -2,7 +2,7 @@
 
 User cache, `$LIGER_HW_CACHE_DIR` or `$XDG_CACHE_HOME/liger_hw` or `~/.cache/liger_hw`: one file per kind of
 device, `v2/<fingerprint>.json`, in the format of the shipped tables (`tables.py`). It also holds notes for later
-processes. The kind in a line's provenance says which a line is:
+processes. `kind` in a line's provenance is one of:
 
     measured, static, modelled   a configuration for launches
     heuristic                    a search found nothing that beats the heuristic
@@ -11,8 +11,9 @@ processes. The kind in a line's provenance says which a line is:
     missed                       a key without a configuration, and what the heuristic chose
 
 A later line replaces an earlier one about the same thing, and the end of a search removes the lines of its candidates.
-A writer holds a lock in the same folder, reads the file and replaces it as a whole: a reader sees the old file or the
-new one, and two writers lose nothing. A line that cannot be read is ignored with one warning; the next write drops it.
+A writer takes a lock in the same folder, reads the file and replaces it as a whole. So a reader sees the old file or
+the new one, and no writer loses another's lines. A line that cannot be read is ignored with one warning, and dropped by
+the next write.
 
 Shipped tables: `liger_hw/backends/<vendor>/configs/<arch>.json`, or `<arch>-<device>.json` for one exact device.
 """
@@ -40,7 +41,7 @@ from .tables import SCHEMA, Line, Name
 
 log = logging.getLogger("liger_hw")
 Table = dict[Name, list[Entry]]
-"""Everything that is stored for one device: the lines of each name, the best first."""
+"""All lines stored for one device, by name; the lines of a name are in order of preference."""
 
 # kinds of lines
 ANSWERS = ("measured", "static", "modelled")
@@ -89,7 +90,7 @@ def slug(name: str) -> str:
 
 
 def fingerprint(target: Target) -> str:
-    """Name of a kind of device, which devices share if measurements on one are valid on the others."""
+    """Name of a kind of device. Measurements on one device of a kind are valid for all."""
     return f"{target.vendor}-{target.arch}-{slug(target.name)}-{target.multiprocessors}mp"
 
 
@@ -142,7 +143,7 @@ def today() -> str:
 
 @cache
 def warn_once(message: str) -> None:
-    """Log a warning once, and once more after `registry.reload()`."""
+    """Log a warning, once until `registry.reload()`."""
     log.warning("liger_hw: %s", printable(message))
 
 
@@ -150,7 +151,7 @@ def warn_once(message: str) -> None:
 
 
 def add(target: Target, lines: Iterable[Line]) -> bool:
-    """Add lines to the user cache's table of a device; False, and one warning, if that is impossible."""
+    """Add lines to the user cache's table of a device. If that is impossible: False, and one warning."""
     path = file_of(target)
     if path is None:
         warn_once(unwritable())
@@ -211,8 +212,8 @@ def load(path: Path) -> tuple[dict[str, Any], list[Line], list[str]]:
 
 
 def lines_in(path: Path, problems: list[str], **expected: Any) -> list[Line]:
-    """The lines of a shipped table with these values in its header, or without values of a file of the user cache.
-    Errors are added to `problems`."""
+    """The lines of a shipped table, whose header must have the `expected` values, or (without `expected`) of a file of
+    the user cache. Errors are added to `problems`."""
     try:
         _, lines, wrong = tables.load(path, **expected) if expected else load(path)
     except ValueError as error:
@@ -223,25 +224,25 @@ def lines_in(path: Path, problems: list[str], **expected: Any) -> list[Line]:
 
 
 def lines_of(target: Target, problems: list[str] | None = None) -> list[Line]:
-    """Every line that the user cache has for a device; `problems` as in `lines_in`."""
+    """Every line of the user cache for a device. Errors are added to `problems`."""
     path = file_of(target)
     problems = [] if problems is None else problems
     try:
-        is_there = path is not None and bool(os.stat(path))
-    except OSError as error:  # without permission the file counts as there; reading it gives the error
-        is_there = not isinstance(error, FileNotFoundError)
-    return lines_in(path, problems) if is_there else []
+        exists = path is not None and bool(os.stat(path))
+    except OSError as error:  # without permission the file counts as existing: reading it gives the error
+        exists = not isinstance(error, FileNotFoundError)
+    return lines_in(path, problems) if exists else []
 
 
 # -- one table per device --------------------------------------------------------------------------------------------
 
 
 def read(target: Target) -> Table:
-    """Everything stored for a device as one table: lock file, user cache, shipped tables of the device, of its
-    architecture and of its family, in this order.
+    """Everything stored for a device as one table, in this order: lock file, user cache, shipped tables of the device,
+    of its architecture and of its family.
 
-    Entries of another minor version of Triton come last, except a lock file's; notes of another version are left out.
-    Raises `SettingError` for a lock file that cannot be used. Other bad files give a warning.
+    Configurations chosen with another minor version of Triton come last, except a lock file's; other lines of another
+    version are left out. Raises `SettingError` for a lock file that cannot be used. Other bad files give a warning.
     """
     problems: list[str] = []
     offers: list[tuple[str, Line]] = [("user", line) for line in lines_of(target, problems)]
@@ -250,33 +251,33 @@ def read(target: Target) -> Table:
             lines = lines_in(path, problems, vendor=target.vendor, warp_size=target.warp_size)
             offers += [(layer, line) for line in lines]
     if problems:
-        words = f"{problems[0]} (and {len(problems) - 1} more)" if len(problems) > 1 else problems[0]
-        warn_once(f"ignored what cannot be read: {words}; `liger-hw cache verify` lists all of it")
-    here = minor(triton_version())
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        warn_once(f"ignored what cannot be read: {problems[0]}{more}; `liger-hw cache verify` lists all of it")
+    installed = minor(triton_version())
     table: Table = {}
     if pinned := env.LIGER_HW_LOCK_FILE:
         for name, entry in lock.entries(Path(pinned), target).items():
             table[name] = [replace(entry, layer="lock")]
-    late: list[Line] = []
+    demoted: list[Line] = []
     for layer, (name, entry) in offers:
         version = minor(entry.provenance.get("triton"))
-        if not version or not here or version == here:
+        if not version or not installed or version == installed:
             table.setdefault(name, []).append(replace(entry, layer=layer))
         elif entry.kind in ANSWERS:
-            note = f"{entry.source} (demoted: chosen with Triton {version}, this is {here})"
-            late.append((name, replace(entry, layer=layer, source=note)))
-    for name, entry in late:
+            note = f"{entry.source} (demoted: chosen with Triton {version}, this is {installed})"
+            demoted.append((name, replace(entry, layer=layer, source=note)))
+    for name, entry in demoted:
         table.setdefault(name, []).append(entry)
     return table
 
 
 def answers(entries: Iterable[Entry]) -> list[Entry]:
-    """The configurations among these lines, the best first."""
+    """The lines that have a configuration for launches, in the same order."""
     return [entry for entry in entries if entry.layer == "lock" or entry.kind in ANSWERS]
 
 
 def misses(target: Target) -> list[Name]:
-    """The missed keys of a device that have no configuration for that version of the kernel, sorted."""
+    """The missed keys of a device for which the kernel's version still has no configuration, sorted."""
 
     def is_missed(entries: list[Entry]) -> bool:
         known = {entry.version for entry in answers(entries)}
@@ -296,8 +297,7 @@ def _shipped_files(target: Target) -> list[tuple[str, Path]]:
 
 
 def _same_family(arch: str, target: Target) -> bool:
-    """Whether tables of another architecture suit `target`. They do not across warp sizes, where the same number of
-    warps is another number of threads."""
+    """Whether the tables of `arch` suit `target`. With another warp size, the same num_warps means other threads."""
     try:
         other = known_target(arch)
     except ValueError:
@@ -306,12 +306,12 @@ def _same_family(arch: str, target: Target) -> bool:
     return same and bool(target.family)
 
 
-# -- what this process notes for later ones --------------------------------------------------------------------------
+# -- notes for later processes ---------------------------------------------------------------------------------------
 
 _pending: dict[Target, dict[Hashable, Line]] = {}
 _muted = False
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pending.clear)  # the parent writes its own
+    os.register_at_fork(after_in_child=_pending.clear)  # the parent writes them
 
 
 def note(plan: Plan, kind: str, **why: str) -> None:
@@ -323,7 +323,7 @@ def note(plan: Plan, kind: str, **why: str) -> None:
 
 @atexit.register
 def flush() -> None:
-    """Write what was noted so far, also at exit."""
+    """Write the pending notes; called at exit too."""
     with contextlib.suppress(Exception):  # an error must not fail a finished run
         while _pending and not _muted:
             target, lines = _pending.popitem()
@@ -331,11 +331,11 @@ def flush() -> None:
 
 
 def forget() -> None:
-    """Drop the notes that are not written yet."""
+    """Drop the pending notes."""
     _pending.clear()
 
 
 def mute() -> None:
-    """Write nothing from this process, as the tuner's workers do, whose candidates fail on purpose."""
+    """Write no notes from this process: a tuner's worker, where failures of candidates are expected."""
     global _muted
     _muted = True

@@ -1,7 +1,7 @@
-"""The text format of tables: shipped with the package, in the user cache, in lock files and exported.
+"""The text format of shipped tables, the user cache, lock files and exports.
 
-One JSON object with a header and a list of entries, one entry a line, sorted by (op, variant, key), so that a changed
-configuration is a diff of one line:
+One JSON object with a header and a list of entries. Each entry is one line, and lines are sorted by (op, variant, key),
+so that a changed configuration is a diff of one line:
 
     {"schema": 2, "kind": "table", "vendor": "cuda", "arch": "sm90", "family": "hopper", "warp_size": 32, "entries": [
     {"config": {...}, "key": [4096, 14, 2], "op": "rms_norm", "provenance": {...}, "variant": "bwd", "version": 1}
@@ -19,7 +19,7 @@ from ..backends import LaunchConfig
 from ..ops import Entry, Key
 
 SCHEMA = 2
-"""The schema that is written. Schema 1, of older lock files, is read too: it has no kernel versions, so they are 1."""
+"""The schema that is written. Schema 1, of older lock files, is read too, with version 1 for all kernels."""
 Name = tuple[str, str, Key]
 """(op, variant, key)"""
 Line = tuple[Name, Entry]
@@ -46,7 +46,7 @@ def from_record(record: Any, source: str) -> Line:
 
 
 def render(header: Mapping[str, Any], lines: Iterable[Line]) -> str:
-    """The text of a table; equal tables give equal text. Several lines may have one name."""
+    """The text of a table, the same for equal tables. Several lines may have one name."""
     texts = sorted((name, json.dumps(to_record(name, entry), sort_keys=True)) for name, entry in lines)
     head = json.dumps({"schema": SCHEMA, **header})[:-1]
     text = ",\n".join(text for _, text in texts)
@@ -56,7 +56,7 @@ def render(header: Mapping[str, Any], lines: Iterable[Line]) -> str:
 def load(path: Path, **expected: Any) -> tuple[dict[str, Any], list[Line], list[str]]:
     """(header, valid lines, one error for each invalid line) of a file. Raises `ValueError` if it is not a table.
 
-    expected: values that its header must have. The source of a line is `<path>:<line number>`.
+    expected: values that its header must have. `Entry.source` is `<path>:<line number>`.
     """
     try:
         data = json.loads(files.read_text(path))

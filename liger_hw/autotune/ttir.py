@@ -1,8 +1,8 @@
-"""Reads a kernel's TTIR, its first form in Triton, before layouts and registers.
+"""Reads a kernel's TTIR, Triton's first IR, which has no layouts or registers yet.
 
-`accesses` finds the arguments that a kernel loads and stores, the sizes of their tiles, and whether that is in a loop:
-it follows the pointers of each `tt.load` back to an argument. `estimate` estimates a kernel's resources for devices for
-which the installed Triton has no compiler.
+`accesses` finds the arguments that a kernel loads and stores, the sizes of their tiles, and whether that is in a loop,
+by following each access's pointers back to an argument. `estimate` estimates a kernel's resources for devices for which
+the installed Triton has no compiler.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _OPERATION = re.compile(r"= (?:\"?)(arith|math|tt)\.(\w+)")
 _SHAPE = re.compile(r"tensor<((?:\d+x)+)")
 _SPECIAL = {"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "divf"}
 _FREE = {"constant", "splat", "broadcast", "expand_dims", "reshape", "make_range", "bitcast", "addptr"}
-_FREE |= {"store", "reduce", "return"}  # counted elsewhere
+_FREE |= {"store", "reduce", "return"}  # `estimate` counts these otherwise
 
 
 class Access(NamedTuple):
     """One load, store or atomic statement.
 
     argument: position in the kernel's parameters; kind: `load`, `store` or `atomic`
-    tile: bytes of one execution by one program; looped: whether it is in a loop
+    tile: bytes that one program accesses each time; looped: whether it is in a loop
     """
 
     argument: int
@@ -47,11 +47,11 @@ class Access(NamedTuple):
 
 @dataclass
 class _Region:
-    """The accesses between braces; other: of the branch before an `else`."""
+    """The accesses between two braces. if_branch: in an `else`, the accesses of the branch before it"""
 
     loop: bool
     accesses: list[Access] = field(default_factory=list)
-    other: list[Access] = field(default_factory=list)
+    if_branch: list[Access] = field(default_factory=list)
 
 
 def _opens_loop(line: str) -> bool:
@@ -59,10 +59,10 @@ def _opens_loop(line: str) -> bool:
 
 
 def accesses(ttir: str, positions: Sequence[int]) -> list[Access]:
-    """The accesses of a kernel. Of two branches the one that moves more counts.
+    """The accesses of a kernel. Of an `if` and its `else`, only the branch that moves more bytes counts.
 
-    positions: the kernel's parameters that its TTIR function has, in order
-    Raises `ValueError` for an access without a known argument.
+    positions: for each parameter of the TTIR function, its position in the kernel's parameters
+    Raises `ValueError` if the argument of an access cannot be found.
     """
     base: dict[str, str] = {}
     position: dict[str, int] = {}
@@ -72,10 +72,10 @@ def accesses(ttir: str, positions: Sequence[int]) -> list[Access]:
         if bare.startswith("}") and len(regions) > 1:
             closed = regions.pop()
             if bare.startswith("} else"):
-                regions.append(_Region(False, other=closed.accesses))
+                regions.append(_Region(False, if_branch=closed.accesses))
                 continue
-            most = max(closed.accesses, closed.other, key=lambda branch: sum(access.tile for access in branch))
-            regions[-1].accesses.extend(most)
+            branches = closed.accesses, closed.if_branch
+            regions[-1].accesses.extend(max(branches, key=lambda branch: sum(access.tile for access in branch)))
         if "tt.func public" in line:
             names = [name for name, _ in _ARGUMENT.findall(line.split("attributes")[0])]
             if len(names) != len(positions):
@@ -103,7 +103,7 @@ def accesses(ttir: str, positions: Sequence[int]) -> list[Access]:
 
 
 def _tile(line: str) -> int:
-    """Bytes of the tile that the tensor of pointers on this line points to."""
+    """Size in bytes of the tile that the pointers on this line address."""
     shape, element = _POINTERS.findall(line)[-1]
     bits = _BITS.search(element)
     width = max(1, int(bits[1]) // 8) if bits and not element.startswith("f8") else 1
@@ -115,18 +115,18 @@ def estimate(
 ) -> Resources:
     """A kernel's resources on `target`, estimated from its TTIR.
 
-    Every operation on a tensor is spread over the threads. A reduction is one shuffle for each halving of the warp and
-    two barriers between warps. Accesses are at most 16 bytes wide. Registers hold the largest tile in fp32 twice (as
-    loaded and as computed with), every tile of at least half its size once more, and some addresses.
+    An operation on a tensor counts once for each element of a thread. A reduction is one shuffle for each halving of
+    the warp and, with several warps, two barriers. Accesses are at most 16 bytes wide. Registers hold the largest tile
+    in fp32, once more every tile of at least half its size, and some addresses.
     """
     threads = config.num_warps * target.warp_size
     once, looped = Counter(), Counter()
-    tiles = [0]  # elements of each load in a thread
+    tiles = [0]  # elements of a thread, for each load
     for line, inside in _body(ttir):
         counts = looped if inside else once
         shape, operation = _SHAPE.search(line), _OPERATION.search(line)
         each = -(-math.prod(int(n) for n in shape[1].split("x")[:-1]) // threads) if shape else 1
-        if line.lstrip().startswith("})"):  # the end of a reduction, with its type
+        if line.lstrip().startswith("})"):  # the end of a reduction, with its shape
             counts["other"] += each
             counts["shuffle"] += target.warp_size.bit_length() - 1
             counts["barrier"] += 2 * (config.num_warps > 1)
@@ -142,11 +142,11 @@ def estimate(
         (looped if access.looped else once)[access.kind] += -(-each // width)
     registers = 20 + max(tiles) * (1 + sum(2 * tile >= max(tiles) for tile in tiles))
     scale = 2 if str(options.get("grf_mode", "")) == "256" else 1  # twice the registers, half the work-items
-    file = target.registers // target.max_threads_per_multiprocessor * scale
+    limit = target.registers // target.max_threads_per_multiprocessor * scale
     resident = target.max_threads_per_multiprocessor // scale
-    spills = max(0, registers - file)
+    spills = max(0, registers - limit)
     return Resources(
-        registers=min(registers, file),
+        registers=min(registers, limit),
         spills=spills,
         scratch=4 * spills,
         shared=4 * config.num_warps if once["barrier"] + looped["barrier"] else 0,
@@ -160,7 +160,7 @@ def estimate(
 
 
 def _body(ttir: str) -> Iterator[tuple[str, bool]]:
-    """(line, whether it is in a loop) of the kernel's function."""
+    """(line, whether it is in a loop) for each line in the kernel's function."""
     regions: list[bool] = []
     for line in ttir.splitlines():
         bare = _LOCATION.sub("", line.strip())

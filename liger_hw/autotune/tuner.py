@@ -1,15 +1,15 @@
 """The tuner: searches the legal configurations of a tunable for one that beats the heuristic by more than the noise.
 
 For each job (one tunable at one key):
-    1 a shortlist of candidates is compiled by worker processes, the heuristic first
-    2 each is checked and timed briefly (coarse), then the neighbours of the best
-    3 the best few and the heuristic are timed interleaved (final)
-    4 the winner and two arms of the heuristic are timed once more (confirm). The gain must exceed the noise: the
-      largest of the difference between the heuristic's arms and half the spread of each arm
-    5 the whole op with the winner is compared with the reference
-    6 the winner must beat the heuristic at other sizes of the same key too, since an entry answers for all of them
-Every measurement is a line of the device's table as it is taken (`store.py`), from which an interrupted run resumes. A
-candidate that kills or hangs its worker is noted, and the search goes on without it.
+    1 worker processes compile a shortlist of candidates, the heuristic first
+    2 each candidate is checked and timed briefly (coarse), then the neighbours of the two fastest
+    3 the fastest few and the heuristic are timed, interleaved (final)
+    4 the winner is timed once more against the heuristic, which is timed twice (confirm). The gain must exceed the
+      noise: the difference between the heuristic's two medians, or half the spread of the samples, if that is larger
+    5 the whole op is run with the winner and compared with its reference
+    6 the winner must also beat the heuristic at other sizes of the same key, since its entry applies to all of them
+Every measurement is written at once as a line of the device's table (`store.py`), so an interrupted run can resume. A
+candidate that crashes or hangs its worker is recorded, and the search goes on without it.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from .. import registry
 from ..backends import LaunchConfig, Target, backend
 from ..registry import Entry, Key, Tunable
 from . import space, store
-from .jobs import Job, Result, each
+from .jobs import Job, Result, run_each
 from .record import Rejected
 from .tables import Line, Name
 from .workers import WorkerDied, WorkerError
 
 MIN_GAIN = 0.01
-"""A smaller gain is not stored, even without noise."""
-REFUSED = (WorkerError, Rejected)
+"""The smallest relative gain that is stored, even without noise."""
+CANDIDATE_ERRORS = (WorkerError, Rejected)
 """Errors after which the worker is still usable."""
 SUBMITTED_AHEAD = 2
-"""Jobs whose candidates are compiled while an earlier job is measured."""
+"""Number of jobs whose candidates are compiled while an earlier job is measured."""
 
 
 @dataclass(frozen=True)
 class Effort:
     """How much a search tries.
 
-    first: candidates of a tunable's first key; later: of its other keys, which start from the best of the nearest key
-    refine: neighbours of each of the two best; finalists: candidates of the final round
-    coarse_rounds, final_rounds, confirm_rounds: samples an arm; a sample is one graph replay of many launches
+    first: candidates at a tunable's first key; later: at its other keys, which start from the nearest key's best
+    refine: neighbours of each of the two fastest candidates; finalists: candidates that are timed in the final step
+    coarse_rounds, final_rounds, confirm_rounds: samples of a candidate; a sample is one graph replay of many launches
     job_seconds: after this time a job tries no further candidate
     """
 
@@ -60,10 +60,10 @@ class Effort:
 class Tuner:
     """Runs jobs on one device.
 
-    measurer: `measure.LocalMeasurer` or `workers.RemoteMeasurer`; pool: `workers.CompilePool` or None
-    save: stores a line (name, entry) of the device's table, a measurement or the winner; returns whether it did
+    measurer: `measure.LocalMeasurer` or `workers.RemoteMeasurer`; facts: its `facts()`; pool: `CompilePool` or None
+    save: stores a line (name, entry) in the device's table; returns whether that succeeded
     known: lines of earlier runs, which are not measured again
-    progress: called with a job and what is being done
+    progress: called with a job and a text about its state
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Tuner:
         self._relative: dict[str, dict[Key, dict[LaunchConfig, float]]] = {}
 
     def run(self, jobs: list[Job], budget: float | None = None) -> Iterator[Result]:
-        """The result of each job, in order. Each tries less if little of the `budget` (seconds) is left."""
+        """The result of each job, in order. A job gets less time if little of the `budget` (seconds) is left."""
         for job in jobs[:SUBMITTED_AHEAD]:
             self._submit_all(job)
 
@@ -98,24 +98,24 @@ class Tuner:
             limit = min(self.effort.job_seconds, max(0.3, 1.5 * left / (len(jobs) - number)))
             return self._tune(jobs[number], time.monotonic() + limit)
 
-        return each(jobs, choose, budget)
+        return run_each(jobs, choose, budget)
 
-    def _tune(self, job: Job, until: float) -> Result:
+    def _tune(self, job: Job, deadline: float) -> Result:
         tunable = registry.get_tunable(job.name)
-        if (end := self._end(job)) is not None:
+        if (end := self._final_line(job)) is not None:
             return self._resumed(job, end)
         try:
-            return Search(self, job, tunable, until).run()
-        except (WorkerDied, *REFUSED) as error:
+            return Search(self, job, tunable, deadline).run()
+        except (WorkerDied, *CANDIDATE_ERRORS) as error:
             return Result(job, error=str(error))
 
     def lines(self, job: Job, *kinds: str) -> list[Entry]:
-        """Lines of earlier runs about a job, for the kernel's version."""
+        """Lines of earlier runs about a job, for the present version of its kernel."""
         version = registry.get_tunable(job.name).version
         return [one for one in self.known.get(job.entry_name, ()) if one.kind in kinds and one.version == version]
 
-    def _end(self, job: Job) -> Entry | None:
-        """The line with which an earlier run ended the search for a job."""
+    def _final_line(self, job: Job) -> Entry | None:
+        """The line that an earlier run wrote at the end of the search for a job."""
         return next(iter(self.lines(job, *store.ENDS)), None)
 
     def _resumed(self, job: Job, end: Entry) -> Result:
@@ -129,26 +129,26 @@ class Tuner:
             note="measured by an earlier run",
         )
 
-    # -- what searches share -----------------------------------------------------------------------------------------
+    # -- shared by searches ------------------------------------------------------------------------------------------
 
     def shortlist(self, job: Job, tunable: Tunable) -> tuple[list[LaunchConfig], list[LaunchConfig]]:
-        """(every legal configuration, those to measure first)"""
-        everything, _ = space.legal(tunable, self.target, job.key)
-        if not everything:
+        """(every legal configuration, the ones to measure first)"""
+        legal, _ = space.legal(tunable, self.target, job.key)
+        if not legal:
             return [], []
         scores = self._scores_near(job)
-        most = self.effort.later if scores else self.effort.first
-        return everything, space.shortlist(everything, everything[0], most, scores, f"{job.name}{job.key}")
+        limit = self.effort.later if scores else self.effort.first
+        return legal, space.shortlist(legal, legal[0], limit, scores, f"{job.name}{job.key}")
 
     def _scores_near(self, job: Job) -> dict[LaunchConfig, float]:
-        """Relative times at the nearest measured key of this tunable."""
+        """Relative times at the measured key of the job's tunable that is nearest to the job's key."""
 
         def distance(key: Key) -> int:
             return sum(abs(a.bit_length() - b.bit_length()) + (a != b) for a, b in zip(key, job.key))
 
         times = self._relative.get(job.name, {})
-        alike = [key for key in times if len(key) == len(job.key)]
-        return times[min(alike, key=distance)] if alike else {}
+        comparable = [key for key in times if len(key) == len(job.key)]
+        return times[min(comparable, key=distance)] if comparable else {}
 
     def learn(self, job: Job, times: dict[LaunchConfig, float]) -> None:
         """Keep these times for later keys of the job's tunable."""
@@ -157,19 +157,19 @@ class Tuner:
             self._relative.setdefault(job.name, {})[job.key] = {config: us / best for config, us in times.items()}
 
     def _submit_all(self, job: Job) -> None:
-        if self.pool is not None and self._end(job) is None:
+        if self.pool is not None and self._final_line(job) is None:
             for config in self.shortlist(job, registry.get_tunable(job.name))[1]:
                 self.submit(job, config)
 
     def submit(self, job: Job, config: LaunchConfig) -> str:
-        """Have a candidate compiled; returns the name to wait for, which leaves out the grid."""
+        """Queue a candidate for compilation; returns its name for `pool.wait`, which is the same for every grid."""
         name = json.dumps([job.name, job.sizes, job.dtype, replace(config, ctas_per_mp=0).to_text()])
         request = self.target, job.op, job.sizes, job.dtype, job.name, config
         self.pool.submit(name, "candidate", *request)
         return name
 
     def write(self, job: Job, config: LaunchConfig, kind: str, **evidence: Any) -> dict[str, Any] | None:
-        """Add a line about a job to the device's table; its provenance, or None if it could not be stored."""
+        """Add a line about a job to the device's table. Returns its provenance, or None if it could not be stored."""
         about = {"kind": kind, "sizes": list(job.sizes), "dtype": job.dtype, **evidence}
         stamp = {"triton": self.facts.get("triton", ""), "date": store.today()}
         entry = Entry(config, {**about, **stamp}, registry.get_tunable(job.name).version)
@@ -177,7 +177,7 @@ class Tuner:
 
 
 class _Comparison(NamedTuple):
-    """Medians of the heuristic and a candidate in us, the gain, the noise, and the candidate's samples."""
+    """Medians of the heuristic and of a candidate in microseconds, and the candidate's samples."""
 
     heuristic: float
     candidate: float
@@ -187,12 +187,12 @@ class _Comparison(NamedTuple):
 
 
 class Search:
-    """The search for one job; it goes on with a new worker if one dies."""
+    """The search for one job. If a worker dies, it continues with a new one."""
 
     MAX_DEATHS = 6
 
-    def __init__(self, tuner: Tuner, job: Job, tunable: Tunable, until: float) -> None:
-        self.tuner, self.job, self.tunable, self.until = tuner, job, tunable, until
+    def __init__(self, tuner: Tuner, job: Job, tunable: Tunable, deadline: float) -> None:
+        self.tuner, self.job, self.tunable, self.deadline = tuner, job, tunable, deadline
         self.effort, self.measurer = tuner.effort, tuner.measurer
         self.coarse: dict[LaunchConfig, float] = {}
         self.failed: dict[LaunchConfig, str] = {}
@@ -202,101 +202,101 @@ class Search:
         self._timed = {one.config: one.provenance["us"] for one in tuner.lines(job, "timed")}
 
     def run(self) -> Result:
-        everything, first = self.tuner.shortlist(self.job, self.tunable)
+        legal, first = self.tuner.shortlist(self.job, self.tunable)
         result = Result(self.job)
         if not first:
             return replace(result, error="no legal configuration")
         began = time.monotonic()
-        start, moved = self._open()
-        self.until += time.monotonic() - began  # opening a shape compiles, which takes no search time
-        self._coarse_all([start, *(c for c in first if c != start)])
-        if start not in self.coarse:
-            return replace(result, error=self._baseline_failed(start))
+        baseline, bytes_moved = self._open()
+        self.deadline += time.monotonic() - began  # opening a shape compiles, which does not count
+        self._coarse_all([baseline, *(c for c in first if c != baseline)])
+        if baseline not in self.coarse:
+            return replace(result, error=self._baseline_failed(baseline))
         for best in sorted(self.coarse, key=self.coarse.__getitem__)[:2]:
-            near = [c for c in space.neighbours(everything, best) if c not in self.coarse and c not in self.failed]
+            near = [c for c in space.neighbours(legal, best) if c not in self.coarse and c not in self.failed]
             self._coarse_all(near[: self.effort.refine])
         self.tuner.learn(self.job, self.coarse)
         copy_gbs = float(self.tuner.facts.get("copy_gbs") or 0.0)
-        result.floor_us = round(moved / copy_gbs / 1000.0, 3) if copy_gbs else 0.0
-        self._decide(start, result)
+        result.floor_us = round(bytes_moved / copy_gbs / 1000.0, 3) if copy_gbs else 0.0
+        self._decide(baseline, result)
         result.tried, result.failed = len(self.coarse) + len(self.failed), len(self.failed)
         return result
 
-    def _baseline_failed(self, start: LaunchConfig) -> str:
-        return f"the baseline cannot be timed: {self.failed.get(start, 'unknown')}"
+    def _baseline_failed(self, baseline: LaunchConfig) -> str:
+        return f"the baseline cannot be timed: {self.failed.get(baseline, 'unknown')}"
 
-    def _decide(self, start: LaunchConfig, result: Result) -> None:
+    def _decide(self, baseline: LaunchConfig, result: Result) -> None:
         """Steps 3 to 6 of the search."""
-        ranked = sorted((c for c in self.coarse if c != start), key=self.coarse.__getitem__)
-        times = self._time_all([start, *ranked[: self.effort.finalists]], self.effort.final_rounds)
-        if start not in times:
-            result.error = self._baseline_failed(start)
+        ranked = sorted((c for c in self.coarse if c != baseline), key=self.coarse.__getitem__)
+        times = self._time_all([baseline, *ranked[: self.effort.finalists]], self.effort.final_rounds)
+        if baseline not in times:
+            result.error = self._baseline_failed(baseline)
             return
-        result.heuristic_us = result.winner_us = round(statistics.median(times[start]), 3)
-        result.config = start.to_json()
+        result.heuristic_us = result.winner_us = round(statistics.median(times[baseline]), 3)
+        result.config = baseline.to_json()
         for _, _, winner in sorted((statistics.median(t), c.to_text(), c) for c, t in times.items()):
-            if winner == start:
+            if winner == baseline:
                 break
-            seen = self._compare(start, winner)
-            if start in self.failed:
-                result.error = self._baseline_failed(start)
+            comparison = self._compare(baseline, winner)
+            if baseline in self.failed:
+                result.error = self._baseline_failed(baseline)
                 return
-            if seen is None:
+            if comparison is None:
                 continue
-            result.heuristic_us, result.winner_us = round(seen.heuristic, 3), round(seen.candidate, 3)
-            result.gain, result.noise = round(seen.gain, 5), round(seen.noise, 5)
-            if seen.gain <= max(seen.noise, MIN_GAIN):
+            result.heuristic_us, result.winner_us = round(comparison.heuristic, 3), round(comparison.candidate, 3)
+            result.gain, result.noise = round(comparison.gain, 5), round(comparison.noise, 5)
+            if comparison.gain <= max(comparison.noise, MIN_GAIN):
                 break
             if reason := self._verify(winner):
                 self._fail(winner, f"wrong result: {reason}")
                 continue
-            also = self._elsewhere(start, winner)
-            if also is not None and also["gain"] <= also["noise"]:
-                result.note = f"the best loses at {'x'.join(map(str, also['sizes']))}, which has the same key"
+            others = self._at_other_sizes(baseline, winner)
+            if others is not None and others["gain"] <= others["noise"]:
+                result.note = f"the best loses at {'x'.join(map(str, others['sizes']))}, which has the same key"
                 continue
             result.config, result.note = winner.to_json(), ""
-            self._store(winner, seen.samples, result, also)
+            self._store(winner, comparison.samples, result, others)
             return
         result.winner_us, result.gain = result.heuristic_us, 0.0
         result.note = result.note or "the heuristic stays"
         times = {"heuristic_us": result.heuristic_us, "median_us": result.winner_us, "noise": result.noise}
-        self.tuner.write(self.job, start, "heuristic", **times)
+        self.tuner.write(self.job, baseline, "heuristic", **times)
 
-    def _compare(self, start: LaunchConfig, winner: LaunchConfig) -> _Comparison | None:
-        """Both timed interleaved, the heuristic as two arms; None if one of them cannot be timed."""
-        times = self._time_all([start, winner], self.effort.confirm_rounds, twice=start)
-        if start not in times or winner not in times:
+    def _compare(self, baseline: LaunchConfig, winner: LaunchConfig) -> _Comparison | None:
+        """Both timed interleaved, the heuristic twice; None if one of them cannot be timed."""
+        times = self._time_all([baseline, winner], self.effort.confirm_rounds, again=baseline)
+        if baseline not in times or winner not in times:
             return None
-        one, two, samples = times[start], times["twice"], times[winner]
-        heuristic, best = statistics.median(one + two), statistics.median(samples)
-        drift = abs(statistics.median(one) - statistics.median(two)) / heuristic
-        noise = max(drift, _half_spread(samples) / best, _half_spread(one) / heuristic)
-        return _Comparison(heuristic, best, (heuristic - best) / heuristic, noise, samples)
+        first, second, samples = times[baseline], times["again"], times[winner]
+        heuristic, candidate = statistics.median(first + second), statistics.median(samples)
+        drift = abs(statistics.median(first) - statistics.median(second)) / heuristic
+        noise = max(drift, _half_spread(samples) / candidate, _half_spread(first) / heuristic)
+        return _Comparison(heuristic, candidate, (heuristic - candidate) / heuristic, noise, samples)
 
-    def _elsewhere(self, start: LaunchConfig, winner: LaunchConfig) -> dict[str, Any] | None:
-        """Gain and noise at other sizes of the key, with the sizes; None without other sizes that can be measured."""
-        sizes = space.elsewhere(self.tunable, self.job.sizes, self.job.key, self.job.dtype)
+    def _at_other_sizes(self, baseline: LaunchConfig, winner: LaunchConfig) -> dict[str, Any] | None:
+        """Other sizes that have the job's key, with the gain and noise there; None if none can be measured."""
+        sizes = space.other_sizes(self.tunable, self.job.sizes, self.job.key, self.job.dtype)
         if sizes is None:
             return None
-        self.sizes, failed, seen, also = sizes, dict(self.failed), None, None
+        self.sizes, failed, comparison, others = sizes, dict(self.failed), None, None
         try:
             self._open()
-            seen = self._compare(start, winner)
-        except (*REFUSED, ValueError):  # the op does not take these sizes, e.g. channels that the groups do not divide
+            comparison = self._compare(baseline, winner)
+        except (*CANDIDATE_ERRORS, ValueError):  # the op does not take these sizes
             pass
         finally:
             self.sizes = self.job.sizes
         if winner in self.failed:
             failed[winner] = self.failed[winner]
-            also = {"sizes": list(sizes), "gain": -1.0, "noise": 0.0}
-        elif seen is not None:
-            also = {"sizes": list(sizes), "gain": round(seen.gain, 4), "noise": round(seen.noise, 4)}
-        self.failed = failed  # other failures at other sizes do not count
-        if also is not None and also["gain"] <= also["noise"]:
-            self._open()  # the search goes on at the job's own sizes
-        return also
+            others = {"sizes": list(sizes), "gain": -1.0, "noise": 0.0}
+        elif comparison is not None:
+            others = {"sizes": list(sizes), "gain": round(comparison.gain, 4), "noise": round(comparison.noise, 4)}
+        self.failed = failed  # only the winner's failure at other sizes counts
+        if others is not None and others["gain"] <= others["noise"]:
+            self._open()  # the search goes on at the job's sizes
+        return others
 
-    def _store(self, winner: LaunchConfig, samples: list[float], result: Result, also: dict[str, Any] | None) -> None:
+    def _store(self, winner: LaunchConfig, samples: list[float], result: Result, others: dict[str, Any] | None) -> None:
         evidence = {
             "median_us": result.winner_us,
             "p20": round(_quantile(samples, 0.2), 3),
@@ -304,7 +304,7 @@ class Search:
             "heuristic_us": result.heuristic_us,
             "gain": round(result.gain, 4),
             "noise": round(result.noise, 4),
-            **({"also": also} if also else {}),
+            **({"also": others} if others else {}),
             **{k: self.tuner.facts[k] for k in ("device", "driver", "torch") if k in self.tuner.facts},
         }
         provenance = self.tuner.write(self.job, winner, "measured", **evidence)
@@ -314,7 +314,7 @@ class Search:
     # -- measuring, with a worker that may die -----------------------------------------------------------------------
 
     def _open(self) -> tuple[LaunchConfig, int]:
-        """The baseline and the bytes it moves."""
+        """The baseline at `self.sizes`, and the bytes that it moves."""
         try:
             return self.measurer.open(self.job, self.sizes)
         except WorkerDied as death:
@@ -339,7 +339,7 @@ class Search:
     def _coarse_all(self, configs: list[LaunchConfig]) -> None:
         names = {c: self.tuner.submit(self.job, c) for c in configs} if self.tuner.pool else {}
         for number, config in enumerate(configs):
-            if number and time.monotonic() > self.until:
+            if number and time.monotonic() > self.deadline:
                 return
             self.tuner.progress(self.job, f"{number + 1}/{len(configs)} candidates, {len(self.failed)} failed")
             if config in self._refused:
@@ -352,10 +352,10 @@ class Search:
                 self.coarse[config] = min(samples)
 
     def _uncompilable(self, config: LaunchConfig, name: str) -> str:
-        """Why a candidate does not compile or fit the device, or `""`. Waiting for it takes no search time."""
+        """Why a candidate does not compile or does not fit the device, or `""`. The wait is not counted."""
         began = time.monotonic()
         compiled = self.tuner.pool.wait(name)
-        self.until += time.monotonic() - began
+        self.deadline += time.monotonic() - began
         if "error" in compiled:
             return str(compiled["error"])
         if not compiled.get("resources"):
@@ -367,40 +367,40 @@ class Search:
         try:
             self.measurer.prepare(config)
             return True
-        except REFUSED as error:
+        except CANDIDATE_ERRORS as error:
             self._fail(config, str(error))
         except WorkerDied as death:
             self._fail(config, f"the worker {death}")
             self._reopen(death)
         return False
 
-    def _time_all(self, configs: list[LaunchConfig], rounds: int, twice: LaunchConfig | None = None) -> dict:
-        """Samples of each configuration that can be timed, interleaved; `twice` is timed as one more arm."""
-        while twice not in self.failed:
+    def _time_all(self, configs: list[LaunchConfig], rounds: int, again: LaunchConfig | None = None) -> dict:
+        """Interleaved samples of each configuration that can be timed; under "again", more samples of `again`."""
+        while again not in self.failed:
             deaths = self.deaths
             ready = [c for c in configs if c not in self.failed and self._prepare(c)]
             if self.deaths > deaths:
-                continue  # the new worker must prepare all of them again
+                continue  # the new worker has prepared nothing yet
             if not ready:
                 break
-            arms = ready if twice is None else [*ready, twice]
+            arms = ready if again is None else [*ready, again]
             try:
                 raw = self.measurer.time(arms, rounds)
             except WorkerDied as death:
                 self._reopen(death)
                 if len(ready) == 1:
                     self._fail(ready[0], f"the worker {death}")
-                for config in ready if len(ready) > 1 else ():  # alone, to find which one kills the worker
+                for config in ready if len(ready) > 1 else ():  # one at a time, to find which one kills the worker
                     self._time_all([config], 1)
                 continue
-            except REFUSED as error:
+            except CANDIDATE_ERRORS as error:
                 for config in ready:
                     self._fail(config, str(error))
                 break
             if self.sizes == self.job.sizes:
                 for config, samples in zip(arms, raw):
                     self.tuner.write(self.job, config, "timed", us=round(min(samples), 4))
-            return dict(zip([*ready, "twice"], raw))
+            return dict(zip([*ready, "again"], raw))
         return {}
 
     def _verify(self, config: LaunchConfig) -> str:
@@ -409,7 +409,7 @@ class Search:
         except WorkerDied as death:
             self._reopen(death)
             return f"the worker {death}"
-        except REFUSED as error:
+        except CANDIDATE_ERRORS as error:
             return str(error)
 
 

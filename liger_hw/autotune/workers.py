@@ -1,8 +1,8 @@
 """Worker processes, one that measures on the device and several that compile: a candidate may crash or hang them.
 
-A worker that crashes or does not answer in time is killed. The caller gets `WorkerDied` and goes on with another
-worker. Calls and answers are objects sent through a pipe. The last lines that a worker and its libraries printed are
-part of the message of `WorkerDied`. A worker ends with its parent.
+A worker that crashes or does not answer in time is killed. The caller gets `WorkerDied`, and its next call starts
+another process. Calls and answers are objects sent through a pipe. The message of `WorkerDied` has the last lines that
+the process printed. A worker ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ START_SECONDS = 180.0
 
 
 class WorkerDied(Exception):
-    """The worker crashed or hung (the message says which)."""
+    """The worker process crashed or hung (the message says which)."""
 
 
 class WorkerError(Exception):
-    """The worker is fine, but the call raised."""
+    """A call raised, and its worker is still usable."""
 
 
 class Worker:
-    """A worker process, started by the first call, and by the first one after it died.
+    """A worker process, started by the first call, and again by the first call after it died.
 
     kind: `measure` (on `device`) or `compile`; settings: environment variables of the process
     """
@@ -51,32 +51,32 @@ class Worker:
         self._closed, self._starting = False, threading.Lock()
 
     def _start(self) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("LIGER_HW_CONFIG_")}
-        kept |= {"LIGER_HW_DETERMINISTIC": "0", "LIGER_HW_LOCK_FILE": ""}
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("LIGER_HW_CONFIG_")}
+        variables |= {"LIGER_HW_DETERMINISTIC": "0", "LIGER_HW_LOCK_FILE": ""}
         if self.kind == "compile":
-            kept = {k: v for k, v in kept.items() if k not in ("TRITON_INTERPRET", "LIGER_HW_INTERPRET")}
-            kept["CUDA_VISIBLE_DEVICES"] = ""
+            variables = {k: v for k, v in variables.items() if k not in ("TRITON_INTERPRET", "LIGER_HW_INTERPRET")}
+            variables["CUDA_VISIBLE_DEVICES"] = ""
         package = str(Path(__file__).resolve().parents[2])
-        kept |= self.settings
-        kept |= {"PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)]), "PYTHONUNBUFFERED": "1"}
-        self._pipe, theirs = Pipe()
+        variables |= self.settings
+        variables |= {"PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)]), "PYTHONUNBUFFERED": "1"}
+        self._pipe, child_end = Pipe()
         program = f"from {self.module} import main; main()"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program, self.kind, self.device, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-c", program, self.kind, self.device, str(child_end.fileno())],
+            pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C in the terminal reaches the parent only
-            env=kept,
+            env=variables,
         )
-        theirs.close()
-        output, self._last_words = self.process.stdout, deque(maxlen=3)
-        self._listener = threading.Thread(target=self._last_words.extend, args=(output,), daemon=True)
-        self._listener.start()
+        child_end.close()
+        output, self._last_lines = self.process.stdout, deque(maxlen=3)
+        self._reader = threading.Thread(target=self._last_lines.extend, args=(output,), daemon=True)
+        self._reader.start()
 
     def call(self, name: str, *args: Any, seconds: float) -> Any:
-        """The answer of a call. Raises `WorkerDied`, after which the process is gone, or `WorkerError`."""
+        """The answer to a call. Raises `WorkerDied`, after which the process is gone, or `WorkerError`."""
         with self._starting:
             if self._closed:
                 raise WorkerError("the worker is closed")
@@ -104,11 +104,11 @@ class Worker:
         process = self.kill()
         self.process = None  # the next call starts another
         if what == "crashed":
-            self._listener.join(10.0)  # until all its output is read, also on a busy machine
+            self._reader.join(10.0)  # until all its output is read, also on a busy machine
             code = process.returncode
             what += f" (signal {-code})" if code and code < 0 else ""
-            last_words = b"".join(self._last_words).decode(errors="replace").strip()
-            what += f": {last_words[-300:]}" if last_words else ""
+            printed = b"".join(self._last_lines).decode(errors="replace").strip()
+            what += f": {printed[-300:]}" if printed else ""
         return WorkerDied(what)
 
     def kill(self) -> subprocess.Popen | None:
@@ -116,7 +116,7 @@ class Worker:
         if (process := self.process) is not None:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # its own session: ptxas children too
+                    os.killpg(process.pid, signal.SIGKILL)  # the whole session, which includes ptxas
             process.wait()
         return process
 
@@ -128,10 +128,10 @@ class Worker:
 
 
 class RemoteMeasurer(Worker):
-    """The methods of `measure.LocalMeasurer` in another process, which is started again after it died."""
+    """The methods of `measure.LocalMeasurer`, run in another process."""
 
     LIMITS = {"prepare": 90.0, "time": 60.0, "open": 180.0, "verify": 180.0, "facts": 120.0}
-    """The methods, and the seconds that a call may take."""
+    """Method -> the seconds that a call may take."""
 
     def __init__(self, device: str) -> None:
         super().__init__("measure", device)
@@ -143,7 +143,7 @@ class RemoteMeasurer(Worker):
 
 
 class CompilePool:
-    """Compiles in `workers` processes, in the order of the requests, and keeps every answer. A context manager.
+    """Compiles in `workers` processes, in the order of the requests, and stores every answer. A context manager.
 
     seconds: after this time a compilation counts as hung, and its process is replaced; settings: as for a `Worker`
     """
@@ -165,17 +165,17 @@ class CompilePool:
         self.close()
 
     def submit(self, name: Hashable, call: str, *args: Any) -> None:
-        """Queue a call under `name`, once. call: `compile` (a launch) or `candidate`; see `_compiling`."""
+        """Queue a call (`compile` or `candidate`, see `_compiling`) under `name`, if that name is new."""
         if name not in self._answers:
             self._answers[name] = self._threads.apply_async(self._answer, (call, args))
 
     def wait(self, name: Hashable) -> dict[str, Any]:
-        """The answer to a submitted request, with the `seconds` that it took: `{error}` if it killed the process,
-        `{unknown}` if it cannot be compiled here."""
+        """The answer to the call queued under `name`, with the `seconds` that it took. It has an `error` if the call
+        killed the process, and is `unknown` if it cannot be compiled here."""
         return self._answers[name].get()
 
     def _answer(self, call: str, args: tuple) -> dict[str, Any]:
-        began, worker = time.monotonic(), self._idle.get()  # there are as many threads
+        began, worker = time.monotonic(), self._idle.get()  # never waits: there are as many threads as workers
         try:
             answer = worker.call(call, *args, seconds=self._seconds)
         except WorkerError as error:
@@ -203,7 +203,7 @@ def main() -> None:
 
 
 def serve(make: Callable[[], Callable[[str, tuple], Any]], device: str = "") -> None:
-    """Answer the parent's calls until it ends. make: returns a function (name, arguments) -> answer."""
+    """Answer the parent's calls until the parent ends. make: returns a function (name, arguments) -> answer."""
     pipe = Connection(int(sys.argv[3]))
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     from . import store
@@ -237,8 +237,8 @@ def _measuring(device: str) -> Callable[[str, tuple], Any]:
 
 
 def _compiling() -> Callable[[str, tuple], Any]:
-    """`compile`: one recorded launch (`compile.compiled`). `candidate`: all launches of an op with one tunable's
-    configuration forced, which the measuring worker then finds in Triton's cache on disk."""
+    """`compile` compiles one recorded launch. `candidate` compiles all launches of an op with one tunable's
+    configuration forced; the measuring worker then finds them in Triton's cache on disk."""
     import torch
 
     from . import compile as aot
@@ -250,14 +250,14 @@ def _compiling() -> Callable[[str, tuple], Any]:
             return {"unknown": f"the stock Triton has no compiler for {target.arch}"}
         try:
             launches = aot.trace(op, sizes, getattr(torch, dtype), target, configs={forced: config}, shipped=False)
-        except Exception as error:  # the op does not run on fake tensors: the measuring worker will compile
+        except Exception as error:  # the op does not run on fake tensors; the measuring worker compiles it
             return {"unknown": f"{type(error).__name__}: {error}"}
         answer: dict[str, Any] = {"resources": None}
         for launch in launches:
-            if launch.same() not in known:
-                known[launch.same()] = aot.compiled(launch)
+            if launch.compile_key() not in known:
+                known[launch.compile_key()] = aot.compiled(launch)
             if launch.tunable == forced and launch.layer == "explicit":
-                answer = known[launch.same()]
+                answer = known[launch.compile_key()]
                 if "error" in answer:
                     return answer
         return answer
@@ -267,7 +267,7 @@ def _compiling() -> Callable[[str, tuple], Any]:
 
 
 def _is_lost(device: str) -> bool:
-    """Whether the device does not work any more in this process, as after an illegal memory access."""
+    """Whether the device is unusable for the rest of this process, as after an illegal memory access."""
     if device in ("", "cpu"):
         return False
     try:

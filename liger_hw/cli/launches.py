@@ -156,7 +156,7 @@ def run_compile(arguments: argparse.Namespace) -> int:
                 screen.update(f"{target.arch} {op.name}: what it launches")
                 for case, launch in aot.trace_cases(op, target, arguments.depth, dtypes):
                     launches.append(launch)
-                    case_of.setdefault(launch.same(), case)
+                    case_of.setdefault(launch.compile_key(), case)
     except (ValueError, ImportError, RuntimeError) as error:
         screen.end()
         raise UsageError(str(error)) from None
@@ -165,8 +165,8 @@ def run_compile(arguments: argparse.Namespace) -> int:
     with CompilePool(arguments.workers, arguments.timeout) as pool:
         for certificate in aot.certify(launches, pool):
             certificates.append(certificate)
-            if certificate.launch.same() not in seen:
-                seen.add(certificate.launch.same())
+            if certificate.launch.compile_key() not in seen:
+                seen.add(certificate.launch.compile_key())
                 bad += not certificate.ok
                 screen.progress(len(seen) - 1, len(case_of), f"kernels, {bad} FAILED or ILLEGAL" if bad else "kernels")
     screen.end()
@@ -189,7 +189,7 @@ def _evidence(arguments: argparse.Namespace, targets: list, ops: list, certifica
     """Versions, date and a record of each launch, from which the support pages are made."""
     records = []
     for c in certificates:
-        case = case_of[c.launch.same()]
+        case = case_of[c.launch.compile_key()]
         records.append(
             {"op": c.launch.tunable.split(".")[0], "workload": case.workload, "dtype": case.dtype, **c.to_json()}
         )
@@ -209,7 +209,7 @@ def _text(certificates: list[Any], case_of: dict) -> str:
     head = "target,kernel of,workload,layer,warps,regs,spills,shared,occ.,load,store,,for".split(",")
     first: dict[tuple, Any] = {}
     for c in certificates:
-        first.setdefault(c.launch.same(), c)
+        first.setdefault(c.launch.compile_key(), c)
     rows = []
     for same, c in first.items():
         case, r = case_of[same], c.resources

@@ -187,7 +187,7 @@ def _compile(arguments: argparse.Namespace, target: Any, folder: Path) -> tuple[
     for number, (op, sizes) in enumerate(pairs):
         screen.progress(number, len(pairs), f"{op}: what it launches")
         traced = aot.trace(op, sizes, torch_dtype(arguments.dtype), target, user=True)
-        launches.update({launch.same(): launch for launch in traced})
+        launches.update({launch.compile_key(): launch for launch in traced})
     problems = []
     with CompilePool(arguments.workers, settings={"TRITON_CACHE_DIR": str(folder.resolve())}) as pool:
         for number, certificate in enumerate(aot.certify(launches.values(), pool)):

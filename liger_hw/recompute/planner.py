@@ -622,7 +622,7 @@ def model_named(name: str) -> models.Model:
     Planner(model, 1, 1)  # before a model of a billion layers is built to count its parameters
     if (source := models.on_meta(name)) is not None:
         config = source.config.to_dict()  # includes the family's defaults
-        model = models.as_built(models.from_config(config, model.name), source)
+        model = models.with_layers_of(models.from_config(config, model.name), source)
         check_parameters(Planner(model, 1, 1), [sum(p.numel() for p in source.parameters())], 0)
     return model
 
@@ -641,7 +641,7 @@ def of_module(
         raise ValueError("activations: planning reads a transformers config, and this model has none; name a level")
     parameters = list(source.parameters())
     engine, shards = _sharding(source, parameters)
-    shape = models.as_built(models.from_config(config.to_dict(), type(source).__name__), source)
+    shape = models.with_layers_of(models.from_config(config.to_dict(), type(source).__name__), source)
     count = [getattr(p, "ds_numel", p.numel()) for p in parameters]  # under ZeRO-3 a parameter is empty
     trained = sum(n for n, p in zip(count, parameters) if p.requires_grad) / max(1, sum(count))
     size = max(((n, p.element_size()) for n, p in zip(count, parameters) if p.element_size() > 1), default=(0, 2))[1]

@@ -373,7 +373,7 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
             counted = CountedRows(labels if shifted is None else (labels, shifted))
         head = OutputHead(module, fused and skip, wants, counted, rows, not known_loss and not is_replica)
         try:
-            begins = skip and id(self.config) not in compile_ahead.seen
+            begins = skip and id(self.config) not in compile_ahead.begun
             with compile_ahead.during_first_forward(self.config, labels.device) if begins else contextlib.nullcontext():
                 outputs = original(viewed_with(self, head_is_at, head), *args, **kwargs)
             if skip and (reason := head.why_not_asked(type(self).__name__)):

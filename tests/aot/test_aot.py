@@ -101,7 +101,7 @@ def _compiles(op, arch, depth, workers, record_property):
     reached = {launch.tunable for launch in launches}
     certificates = list(aot.certify(launches, workers))
     assert len(certificates) == len(launches)
-    record_property("kernels", len({launch.same() for launch in launches}))
+    record_property("kernels", len({launch.compile_key() for launch in launches}))
     failed = Counter(f"{c}" for c in certificates if c.error)
     assert not failed, _listed("did not compile", failed)
     illegal = Counter(f"{c}" for c in certificates if c.illegal)
@@ -259,8 +259,8 @@ def test_specialisation_is_that_of_the_launch():
     def forward(rows, cols):
         return aot.trace("rms_norm", (rows, cols), torch.bfloat16, known_target("gfx942"))[0]
 
-    assert forward(8192, 4096).same() == forward(8000, 4096).same()
-    assert forward(8192, 4096).same() != forward(8192, 4095).same()
+    assert forward(8192, 4096).compile_key() == forward(8000, 4096).compile_key()
+    assert forward(8192, 4096).compile_key() != forward(8192, 4095).compile_key()
     assert forward(8192, 4096).args[0] != forward(1 << 19, 4096).args[0] == ("ptr", "bfloat16", True, False)
 
 
@@ -336,7 +336,8 @@ def test_launches_alike_are_compiled_once(workers):
     launches = _first() * 3
     certificates = list(aot.certify(launches, workers))
     assert len(certificates) == len(launches)
-    assert len({(c.launch.same(), c.seconds) for c in certificates}) == len({launch.same() for launch in launches})
+    seconds = {(c.launch.compile_key(), c.seconds) for c in certificates}
+    assert len(seconds) == len({launch.compile_key() for launch in launches})
 
 
 @pytest.mark.daily(arch="pvc")
@@ -352,7 +353,7 @@ def test_intel_down_to_ttir(op, arch, workers, record_property):
     wrong = Counter(str(c) for c in certificates if not c.ok)
     assert not wrong, _listed("are wrong", wrong)
     assert all(c.level == "ttir" and c.accesses for c in certificates), "every tensor's loads and stores can be told"
-    record_property("kernels", len({launch.same() for launch in launches}))
+    record_property("kernels", len({launch.compile_key() for launch in launches}))
 
 
 def test_what_ttir_says_is_near_what_a_compiler_makes(workers, monkeypatch):

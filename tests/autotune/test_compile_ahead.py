@@ -218,7 +218,7 @@ def test_the_first_call_of_an_op_of_many_kernels_compiles_ahead(monkeypatch, com
     """Outside a model's first forward too, and only the first call: all launches of forward and backward."""
     op, foreseen = registry.get_op("fused_moe"), {}
     sample = op.sample((19, 32, 16, 5, 3), torch.bfloat16, torch.device("cpu"), torch.Generator().manual_seed(0))
-    monkeypatch.setattr(compile_ahead, "seen", {})
+    monkeypatch.setattr(compile_ahead, "begun", {})
     monkeypatch.setattr(compile_ahead, "is_wanted", lambda device: True)
     monkeypatch.setattr(compile_ahead.FirstForward, "_note_launch", lambda first, *launch: noted(foreseen)(*launch))
     op.function(*sample.args)
@@ -350,8 +350,8 @@ def test_a_launcher_that_is_loaded_again_stays_itself(tmp_path, monkeypatch):
         ]
 
     monkeypatch.setattr(build, "_load_module_from_path", build._load_module_from_path)  # put back afterwards
-    compile_ahead.name_launchers_apart()
-    compile_ahead.name_launchers_apart()  # changes nothing more
+    compile_ahead.give_launchers_unique_names()
+    compile_ahead.give_launchers_unique_names()  # changes nothing more
     assert loaded() == [1, 2, 1, 2]
 
 

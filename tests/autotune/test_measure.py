@@ -107,9 +107,9 @@ def test_a_failing_launch_is_a_rejection_not_a_fallback(measurer, monkeypatch):
 def test_what_is_overwritten_is_restored_before_each_replay(measurer):
     opened(measurer, "cross_entropy", "bwd")
     stage = measurer._stage
-    assert stage._pristine, "the gradient is scaled in place"
+    assert stage._overwritten, "the gradient is scaled in place"
     arm = stage.prepare(stage.baseline)
-    kept = {place: before.clone() for place, before in stage._pristine.items()}
+    kept = {place: before.clone() for place, before in stage._overwritten.items()}
     stage.time([arm], 3)
     arm.restore()
     for (name, i), before in kept.items():

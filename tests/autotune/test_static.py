@@ -199,7 +199,7 @@ def test_unfit_candidates_are_dropped(bad, said):
 @pytest.mark.aot
 def test_without_a_heuristic_that_compiles_there_is_no_choice():
     result, saved, _ = _choose(lambda config: {"error": "no"})
-    assert not saved and "cannot be judged: does not compile: no" in result.error
+    assert not saved and "cannot be evaluated: does not compile: no" in result.error
 
 
 @pytest.mark.aot

@@ -79,7 +79,7 @@ def threads(monkeypatch):
     monkeypatch.setattr(compile_ahead, "is_wanted", lambda device: True)
     monkeypatch.setattr(compile_ahead, "_load_driver", lambda device: None)
     monkeypatch.setattr(compile_ahead, "_hash_triton", lambda: None)
-    monkeypatch.setattr(compile_ahead, "name_launchers_apart", lambda: None)
+    monkeypatch.setattr(compile_ahead, "give_launchers_unique_names", lambda: None)
     monkeypatch.setattr(compile_ahead.FirstForward, "_note_launch", note)
     monkeypatch.setattr(compile_ahead.FirstForward, "_compile", compile_one)
     return types.SimpleNamespace(started=started, kernels=kernels)
