@@ -19,9 +19,9 @@ import torch
 import liger_hw
 from liger_hw.bench import report
 from liger_hw.runtime import operator
-from liger_hw.runtime.launch import MISSED, UNSEEN
+from liger_hw.runtime.launch import NOT_CHECKED, NOT_REPLAYED
 
-ARMS = {"recorded": operator.replay, "launcher": lambda *_: MISSED, "launcher, checked": lambda *_: UNSEEN}
+ARMS = {"recorded": operator.replay, "launcher": lambda *_: NOT_REPLAYED, "launcher, checked": lambda *_: NOT_CHECKED}
 MODELS = {"1024 wide, 2 x 2048 tokens": (1024, 2, 2048), "512 wide, 512 tokens": (512, 1, 512)}
 
 

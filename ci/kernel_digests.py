@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from liger_hw import registry
 from liger_hw.registry import Tunable
-from liger_hw.runtime.triton_import import Absent
+from liger_hw.runtime.triton_import import Placeholder
 
 RECORD = ROOT / "tests" / "kernel_digests.json"
 COMMAND = "python ci/kernel_digests.py"
@@ -125,7 +125,7 @@ class _Normalise(ast.NodeTransformer):
         function = _function(value)
         if function is not None:
             return ast.Name(f"function{_visit(function, self.known, self.texts)}", node.ctx)
-        if isinstance(value, (types.ModuleType, Absent)):
+        if isinstance(value, (types.ModuleType, Placeholder)):
             return ast.Name(value.__name__, node.ctx)
         value = getattr(value, "value", value)  # a tl.constexpr
         return ast.Constant(value) if isinstance(value, (bool, int, float, str, type(None))) else node

@@ -16,7 +16,7 @@ from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_hw.registry import Op, Sample
-from liger_hw.runtime.launch import likeness
+from liger_hw.runtime.launch import compile_key
 
 Sizes = tuple[int, ...]
 
@@ -376,10 +376,10 @@ def _draws(op: Op, sample: Sample, result: Result) -> dict[float, list[tuple[tor
 
 
 def noted(launches: dict) -> Callable[..., None]:
-    """For `Foreseen`: adds a key to `launches` for each kernel that a launch would compile."""
+    """For `LaunchTracer`: adds a key to `launches` for each kernel that a launch would compile."""
 
     def note(plan: Any, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
-        launches[plan.tunable.name, plan.key, likeness(kernel, args, flags)] = None
+        launches[plan.tunable.name, plan.key, compile_key(kernel, args, flags)] = None
 
     return note
 

@@ -27,7 +27,7 @@ import torch
 from .. import env, registry
 from ..runtime import launch as _launch
 from ..runtime import operator as _operator
-from ..runtime.launch import Foreseen, observing
+from ..runtime.launch import LaunchTracer, observing
 from .compile import arguments, stand_ins
 from .fake import FakeTensors
 from .record import tensors_in
@@ -98,7 +98,7 @@ class FirstForward:
         self._calls.add(call)
         before, _operator.before_apply = _operator.before_apply, None  # the calls on fake tensors are not noted
         try:
-            with observing(Foreseen(self._note_launch)):
+            with observing(LaunchTracer(self._note_launch)):
                 run_on_fakes(function, args)
         except Exception as error:  # the call then compiles its kernels itself
             log.debug("liger_hw: not foreseen: %s: %s", type(error).__name__, error)
@@ -108,21 +108,21 @@ class FirstForward:
     def _note_launch(self, plan: registry.Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple) -> None:
         if plan.compiled is None:
             return
-        likeness = _launch.likeness(kernel, args, flags)
-        same = likeness, _launch.tuned_values(plan, kernel, args, flags), tuple(plan.options.items())
-        future = self.compiling.get(same, Future())
-        if plan.compiled.setdefault(likeness, future) is future and same not in self.compiling:
-            self.compiling[same] = future
-            self.pool.submit(self._compile, future, likeness, plan, kernel, stand_ins(kernel, args), flags)
+        compile_key = _launch.compile_key(kernel, args, flags)
+        variant = compile_key, _launch.tuned_values(plan, kernel, args, flags), tuple(plan.options.items())
+        future = self.compiling.get(variant, Future())
+        if plan.compiled.setdefault(compile_key, future) is future and variant not in self.compiling:
+            self.compiling[variant] = future
+            self.pool.submit(self._compile, future, compile_key, plan, kernel, stand_ins(kernel, args), flags)
 
-    def _compile(self, future: Future, likeness: tuple, plan: Any, kernel: Any, args: tuple, flags: tuple) -> None:
+    def _compile(self, future: Future, compile_key: tuple, plan: Any, kernel: Any, args: tuple, flags: tuple) -> None:
         concurrent.futures.wait(self._ready)
         try:
             with torch.get_device_module(self.device).device(self.device):
                 _launch.compile_only(plan, kernel, arguments(args), flags)
             future.set_result(None)
         except BaseException as error:  # the launch will raise and handle the same error
-            plan.compiled.pop(likeness, None)
+            plan.compiled.pop(compile_key, None)
             future.set_exception(error)
 
 

@@ -18,7 +18,7 @@ from .. import private, registry
 from ..backends import Target
 from ..registry import Key, Plan
 from ..runtime import launch as _launch
-from ..runtime.launch import Foreseen, Observer, observing
+from ..runtime.launch import LaunchTracer, Observer, observing
 from ..text import first_line
 from .fake import FakeTensors
 
@@ -87,7 +87,7 @@ def trace_launches(
     entry = registry.get_op(op)
     with contextlib.ExitStack() as stack:
         stack.enter_context(registry.pretend(target, dict(table)))
-        stack.enter_context(observing(Foreseen(note)))
+        stack.enter_context(observing(LaunchTracer(note)))
         if not registry.interpreting():  # the interpreter needs values, such as targets
             stack.enter_context(FakeTensors())
         sample = entry.sample(tuple(sizes), dtype, torch.device("cpu"), None, **(options or {}))
@@ -119,7 +119,7 @@ class Recorder(Observer):
 
     def routine(self, proceed: Any, plan: Plan, routine: Any, args: tuple) -> torch.Tensor:
         self._note(Launch(plan, routine, (), tuple(args), ()))
-        return proceed(plan, routine, args) if self._launching else routine.shaped(*args)
+        return proceed(plan, routine, args) if self._launching else routine.empty_result(*args)
 
     def _note(self, launch: Launch) -> None:
         launches = self.launches if self._call is None else self._call.launches

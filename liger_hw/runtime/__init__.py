@@ -1,1 +1,1 @@
-"""Define an operator, launch it, replay it, observe it. Nothing here knows an op."""
+"""Defining, launching, replaying and observing operators, for any op."""

@@ -1,4 +1,4 @@
-"""Checks of the arguments of ops and operators, and small helpers for tensors that op files share."""
+"""Checks of the arguments of ops and operators, and small tensor functions for op files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype})
 PLAIN_NUMBERS = NO_TENSORS | {tuple}
 _PLAIN = PLAIN_NUMBERS | TENSORS
-_MOST = 4096  # a limit, for layouts that never repeat
+_MAX_LAYOUTS = 4096  # of `Shapes._passed`, for layouts that never repeat
 _INTEGERS = frozenset({torch.int64, torch.int32})
 _ENTRY = re.compile(r"(?:(int|float|any|[A-Z]) )?(\w+(?:, ?\w+)*)(?: of (\w+)|( \[[^]]*\](?: \| \[[^]]*\])*))?")
 _SIZE = re.compile(r"(\d*)([a-z_]*)|()(\.)")
@@ -37,15 +37,15 @@ def to_flatten(**tensors: torch.Tensor) -> str:
 
 def swapped(x_name: str, x: torch.Tensor, name: str, weight: torch.Tensor) -> str:
     """`; X and W are swapped` for an error if the shapes suggest it, else ""."""
-    looks = x.dim() == 1 and weight.dim() > 1 and weight.shape[-1] == x.shape[0]
-    return f"; {x_name} and {name} are swapped" if looks else ""
+    suggests_it = x.dim() == 1 and weight.dim() > 1 and weight.shape[-1] == x.shape[0]
+    return f"; {x_name} and {name} are swapped" if suggests_it else ""
 
 
 _warned: set[tuple[str, str]] = set()
 
 
 def warn_ignored(op: str, why: str, **arguments: bool) -> None:
-    """Warn once for each argument that is true and has no effect."""
+    """Warn once for each of these arguments that is true. why: the reason why it has no effect"""
     for name, is_used in arguments.items():
         if is_used and (op, name) not in _warned:
             _warned.add((op, name))
@@ -53,9 +53,9 @@ def warn_ignored(op: str, why: str, **arguments: bool) -> None:
 
 
 def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tensor | None) -> None:
-    """Raise `TypeError` unless these are tensors, or None if named in `optional`; `ValueError` for a nested tensor, a
-    dtype that kernels do not take, or a second device."""
-    first = shared = None
+    """Raise `TypeError` unless these are tensors (or None, if named in `optional`), and `ValueError` for a nested
+    tensor, a dtype that kernels do not take, or tensors on several devices."""
+    first = first_device = None
     for name, tensor in tensors.items():
         if tensor is None and name in optional:
             continue
@@ -67,9 +67,9 @@ def check_tensors(op: str, optional: tuple[str, ...] = (), **tensors: torch.Tens
         if tensor.is_nested:
             check(False, op, nested(name))
         if first is None:
-            first, shared = name, device
-        elif device != shared:
-            raise ValueError(f"{op}: {name} is on {device} but {first} is on {shared}; move them to one device")
+            first, first_device = name, device
+        elif device != first_device:
+            raise ValueError(f"{op}: {name} is on {device} but {first} is on {first_device}; move them to one device")
 
 
 def nested(name: str) -> str:
@@ -77,7 +77,7 @@ def nested(name: str) -> str:
 
 
 def check_numbers(op: str, **values: float) -> None:
-    """Raise `TypeError` unless every value is an int or a float. A bool is refused: it is a flag in the wrong place."""
+    """Raise `TypeError` unless every value is an int or a float. A bool is refused as a probably misplaced flag."""
     for name, value in values.items():
         if type(value) is float:
             continue
@@ -93,7 +93,7 @@ def check_integers(op: str, **values: int) -> None:
 
 
 def check_floats(op: str, **values: Any) -> None:
-    """Raise `TypeError` unless `float()` takes every value; text and bools are refused."""
+    """Raise `TypeError` unless `float()` accepts every value; text and bools are refused."""
     for name, value in values.items():
         if type(value) is float:
             continue
@@ -106,21 +106,21 @@ def check_floats(op: str, **values: Any) -> None:
 
 
 def check_flags(op: str, **values: Any) -> None:
-    """Raise `TypeError` unless every value is a bool, an int or None: text would count as true."""
+    """Raise `TypeError` unless every value is a bool, an int or None: "False" as text would be true."""
     for name, value in values.items():
         if value is not None and not isinstance(value, int):
             raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
 
 
 def check_ignore_index(op: str, ignore_index: Any) -> None:
-    """Raise `ValueError` unless it is an int, of any value."""
+    """Raise `ValueError` unless it is an int."""
     if type(ignore_index) is not int:
         check(False, op, f"ignore_index must be an int, got {ignore_index!r}")
 
 
 def check_indices(op: str, name: str, indices: Any, rows: torch.Tensor, hint: Callable[[], str] = lambda: "") -> None:
-    """Raise `TypeError` unless `indices` is a tensor, `ValueError` unless it has an int64 or int32 for each row of
-    rows [..., n_cols], on the same device. hint: added to the error about the shape."""
+    """Raise `TypeError` unless `indices` is a tensor, and `ValueError` unless it is int64 or int32, has an element for
+    each row of rows [..., n_cols], and is on their device. hint: returns more text for the error about the shape"""
     if not isinstance(indices, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(indices).__name__}")
     if indices.dtype not in (torch.int64, torch.int32):
@@ -142,16 +142,16 @@ def row_major(x: torch.Tensor) -> torch.Tensor:
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
-    """The dtype autocast asks for on a device type, or None where it is off (or, for "meta", unknown)."""
+    """The dtype of autocast on a device type, or None if autocast is off (or the type is "meta")."""
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
 
 def no_view(t: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
-    """A Function's result `t` in `shape`, not marked as a view: autograd refuses changes in place of a returned view.
+    """`t` in `shape`, not marked as a view: autograd refuses in-place changes of a view that a Function returns.
 
-    No other tensor may share the memory.
+    No other tensor may use the memory.
     """
     return torch.ops.aten._unsafe_view(t, t.shape if shape is None else shape)
 
@@ -162,7 +162,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def dense(t: torch.Tensor | None) -> torch.Tensor | None:
-    """A contiguous `t`, for weights and other small inputs; None stays None."""
+    """`t`, or a contiguous copy if it is not contiguous; for weights and other small inputs. None stays None."""
     return t if t is None or t.is_contiguous() else t.contiguous()
 
 
@@ -183,7 +183,7 @@ def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def no_weight(x: torch.Tensor) -> torch.Tensor:
-    """An empty tensor in the place of an absent weight's gradient: an operator may not return None."""
+    """An empty tensor as the gradient of an absent weight, since an operator may not return None."""
     return x.new_empty(0)
 
 
@@ -194,9 +194,9 @@ NumberTypes = tuple[tuple[int, ...], tuple[type, ...]]
 
 
 def are_plain(args: tuple) -> bool:
-    """Whether these are plain tensors, numbers and tuples of numbers, the first a tensor on a GPU.
+    """Whether all are plain tensors, numbers or tuples of numbers, and the first is a tensor on a GPU.
 
-    A subclass of Tensor may handle the call itself. Tensors of batched gradients have no memory.
+    Not plain: a subclass of Tensor, which may handle the call, and a batched gradient, which has no memory.
     """
     if not _PLAIN.issuperset(map(type, args)) or type(args[0]) not in TENSORS or args[0].get_device() < 0:
         return False
@@ -210,7 +210,7 @@ def are_plain(args: tuple) -> bool:
 
 
 def coerced(args: tuple, numbers: NumberTypes) -> tuple:
-    """The arguments with numbers converted to the schema's types as the dispatcher does: never a float to an int."""
+    """The arguments with numbers converted to the schema's types, as the dispatcher does (not from float to int)."""
     places, kinds = numbers
     if tuple(map(type, map(args.__getitem__, places))) == kinds:
         return args
@@ -222,17 +222,17 @@ def coerced(args: tuple, numbers: NumberTypes) -> tuple:
     return tuple(arguments)
 
 
-# -- what an operator's declaration says of its tensors ----------------------------------------------------------------
+# -- declarations of an operator's tensors ----------------------------------------------------------------------------
 
 Form = tuple[tuple[int, str], ...]
-"""The dimensions of a shape as (factor, name). A number has an empty name; `*` stands for any number of dimensions."""
+"""A shape: (factor, name) for each dimension, with an empty name for a number; `*` is any number of dimensions."""
 
 
 class _Rule(NamedTuple):
-    """What an operator requires of the tensor at position `place` among its arguments.
+    """An operator's requirements of its argument at position `place`.
 
     kind: "int", "float", "any", or the letter of a shared dtype ("" for none)
-    count: the number of elements, or None; forms: the shapes, one of which must fit; empty for any shape
+    count: the number of elements, or None; forms: alternative shapes, empty for any shape
     """
 
     place: int
@@ -249,11 +249,11 @@ class Shapes:
 
         T x, r [*, n]; w [n]; rstd of rows; int target [rows]; grad [] | [rows]
 
-    Entries are separated by `;` and checked in their order. Each names tensors of the schema and then their shape. A
-    dimension is a number, a name, or a multiple of a name (`2n`). A name has the same size in all entries, and so has
-    `*`, any number of dimensions, whose product is `rows`. `.` is one dimension of any size. `|` separates alternative
-    shapes. `of` gives the number of elements instead of a shape. A tensor without either may have any shape. Elements
-    of lists of tensors are not checked.
+    Entries are separated by `;` and checked in this order. Each names tensors of the schema and then their shape. A
+    dimension is a number, a name, or a multiple of a name (`2n`). A name has the same size in all entries. `*` is any
+    number of dimensions, the same ones in all entries, and `rows` is their product. `.` is one dimension of any size.
+    `|` separates alternative shapes. `of` gives the number of elements instead of a shape. A tensor without shape and
+    `of` may have any shape. Elements of lists of tensors are not checked.
 
     Tensors are fp32, fp16 or bf16, on the CPU fp64 too. Before the names, `int` means int64 or int32, `float` any
     floating-point dtype, `any` any dtype, and a capital letter one dtype for all tensors with that letter. All tensors
@@ -279,12 +279,12 @@ class Shapes:
                 place, argument = arguments.pop(name)
                 flags = "Optional" in str(argument.type), "List" in str(argument.type)
                 self.rules.append(_Rule(place, name, *flags, kind or "", count and _size(count), forms))
-        left = [name for name, (_, argument) in arguments.items() if "Tensor" in str(argument.type)]
-        if left:
-            raise ValueError(f"{schema.name}: shapes does not name {', '.join(left)}")
+        unnamed = [name for name, (_, argument) in arguments.items() if "Tensor" in str(argument.type)]
+        if unnamed:
+            raise ValueError(f"{schema.name}: shapes does not name {', '.join(unnamed)}")
 
     def check_types(self, args: tuple[Any, ...]) -> None:
-        """Raise `TypeError` for an argument that should be a tensor and is not, `ValueError` for a nested tensor."""
+        """Raise `TypeError` for an argument that must be a tensor and is not, and `ValueError` for a nested tensor."""
         for rule in self.rules:
             for argument in args[rule.place] if rule.is_list else (args[rule.place],):
                 if isinstance(argument, torch.Tensor):
@@ -294,7 +294,7 @@ class Shapes:
                     raise TypeError(f"{self.op}: {rule.name} must be a tensor, got {type(argument).__name__}")
 
     def check(self, args: tuple[Any, ...]) -> None:
-        """Raise `TypeError` unless these are tensors, `ValueError` for a tensor of another dtype, device or shape.
+        """Raise `TypeError` or `ValueError` unless the arguments' types, dtypes, devices and shapes fit.
 
         A layout that has passed once is not checked again.
         """
@@ -306,7 +306,7 @@ class Shapes:
             layout = None
         self._check(args)
         if layout is not None:
-            if len(self._passed) >= _MOST:
+            if len(self._passed) >= _MAX_LAYOUTS:
                 self._passed.clear()
             self._passed.add(layout)
 
@@ -326,15 +326,15 @@ class Shapes:
                     f"{self.op}: {name} is on {tensor.device} but {first[0]} is on {first[1].device}; "
                     "move them to one device"
                 )
-            attempt = _fits(rule, tensor, sizes)
-            if attempt is None and self.is_backward and not tensor.numel() and not first[1].numel():
+            sizes_with_it = _fits(rule, tensor, sizes)
+            if sizes_with_it is None and self.is_backward and not tensor.numel() and not first[1].numel():
                 continue  # the forward saves no statistics for rows without columns
-            if attempt is None:
+            if sizes_with_it is None:
                 hint = swapped(*first, name, tensor)
                 raise ValueError(
                     f"{self.op}: {name} must {_in_words(rule, sizes, first[0])}, got {tuple(tensor.shape)}{hint}"
                 )
-            sizes = attempt
+            sizes = sizes_with_it
         if self.misfit is not None and (why_invalid := self.misfit(*args)):
             raise ValueError(f"{self.op}: {why_invalid}")
 
@@ -356,7 +356,7 @@ class Shapes:
 
 
 def _layout(args: Sequence[Any]) -> tuple[Any, ...]:
-    """What a check of these arguments depends on."""
+    """The properties of the arguments on which their check depends."""
     parts: list[Any] = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
@@ -380,7 +380,7 @@ def _form(text: str) -> Form:
 
 
 def _fits(rule: _Rule, tensor: torch.Tensor, sizes: dict[str, Any]) -> dict[str, Any] | None:
-    """`sizes` and this tensor's, if its shape fits them; else None."""
+    """`sizes` with the sizes of this tensor added, or None if its shape does not fit."""
     if rule.count is None and not rule.forms:
         return sizes
     for form in rule.forms or (None,):

@@ -1,12 +1,12 @@
-"""Cooperative grids: programs that share a task (a row, a group of channels) too large for one, and exchange sums.
+"""Cooperative grids: programs share a task (a row, a group of channels) that is too large for one, and exchange sums.
 
 Programs wait for one another, so all must be resident at once. With `launch_cooperative_grid` the driver starts all of
-them together or refuses the launch, which quarantines the configuration. Another kernel on the device, even a
+them together or refuses the launch, which quarantines the configuration. Another kernel on the device, such as a
 collective's, can delay the grid but cannot deadlock with it.
 
-Each program publishes two partial sums in one 64-bit word and collects the words of all splits of its task. Words are
-zeroed before each launch, and one relaxed atomic access reads both sums or neither, so no order between memory accesses
-matters. Every program adds the words up in the same order.
+Each program publishes two partial sums in one 64-bit word and collects the words of its task's programs (splits). Words
+are zeroed before each launch, and one relaxed atomic access reads both sums or neither, so memory accesses need no
+order. Every program adds the words in the same order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def publish(word_ptr, first, second):
 
 @triton.jit
 def collect(words_ptr, splits, LANES: tl.constexpr):
-    """Wait for the partial sums of all splits and return both, fp32 [LANES], 0 from `splits` on. LANES >= splits."""
+    """Wait for the partial sums of all splits. Returns two fp32 [LANES], 0 from `splits` on. LANES >= splits."""
     lane = tl.arange(0, LANES)
     words = tl.zeros([LANES], dtype=tl.int64)
     missing = lane < splits
@@ -51,7 +51,7 @@ def collect(words_ptr, splits, LANES: tl.constexpr):
 
 
 def resident_options(target: Target, warps: int, ctas: int) -> dict[str, bool | int]:
-    """`LaunchConfig.vendor` of a cooperative grid, with registers limited so that `ctas` programs are resident."""
+    """`LaunchConfig.vendor` for a cooperative grid; limits registers so that `ctas` programs fit a multiprocessor."""
     registers = min(248, target.registers // (ctas * warps * target.warp_size) // 8 * 8)
     return {COOPERATIVE: True, "maxnreg": registers}
 
@@ -59,7 +59,7 @@ def resident_options(target: Target, warps: int, ctas: int) -> dict[str, bool | 
 def launch_cooperative(
     plan: Plan, kernel, programs: int, splits: int, n_tasks: int, tensors, numbers, flags: tuple, *last
 ) -> None:
-    """Launch `programs` programs, `splits` of which share a task.
+    """Launch `programs` programs; each task has `splits` of them.
 
     The kernel takes tensors, words [n_tasks, LANES], numbers, splits, last, flags and LANES, in this order.
     """
@@ -69,7 +69,7 @@ def launch_cooperative(
 
 
 def cooperative_misfit(config: LaunchConfig, splits: int) -> str | None:
-    """Why `splits` programs cannot wait for one another under `config`, or None."""
+    """Why `splits` programs cannot wait for one another with `config`, or None."""
     if COOPERATIVE not in config.vendor:
         return None
     if config.vendor[COOPERATIVE] is not True:

@@ -1,9 +1,9 @@
 """Programmatic dependent launch: a kernel starts before the previous one on the stream has drained.
 
 On devices that support it (`Backend.dependent_launch`), a `Tunable` uses it for the keys that its `dependent_launch`
-accepts. Its kernels begin with `wait_for_previous(DEPENDENT)`, before they touch memory, and wait there for the results
-of earlier launches. Only small launches gain by it: in larger ones, early programs take room from programs that still
-run. These are compiled with DEPENDENT=False, for which `wait_for_previous` emits nothing.
+accepts. Before its kernels access memory, they call `wait_for_previous(DEPENDENT)`, which waits until the results of
+earlier launches are visible. Only small launches are faster with it: in larger ones, early programs occupy resources
+that running programs need. Those have DEPENDENT=False, for which `wait_for_previous` emits nothing.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 from ..ops import Key
 from .triton_import import tl, triton
 
-_CAN = hasattr(tl, "target_info")
+_SUPPORTED = hasattr(tl, "target_info")
 """Whether Triton supports it: in 3.4 its functions raise a TypeError."""
 
 
 def is_small(elements: int) -> bool:
     """Whether a launch over `elements` (the product of a key's sizes) uses programmatic dependent launch."""
-    return _CAN and elements <= 1 << 20
+    return _SUPPORTED and elements <= 1 << 20
 
 
 def is_small_launch(key: Key) -> bool:
@@ -29,7 +29,7 @@ def is_small_launch(key: Key) -> bool:
 def wait_for_previous(DEPENDENT: tl.constexpr):
     """Wait until all earlier launches have ended and their writes are visible, then allow the next launch to start.
 
-    In this order, because a kernel of other code may read memory that this launch does not write before it waits.
+    The next launch is allowed only then, because a kernel of other code may not wait before it reads their results.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()

@@ -4,8 +4,8 @@ A kernel's parameters are, in this order: tensors (or None), runtime numbers or 
 the call chooses), tunables (constexprs that the plan chooses).
 
 Triton binds arguments, hashes options and reads the environment at every launch. Here, a launch that Triton would
-specialise like an earlier one goes straight to the compiled kernel (`Plan.compiled`). It is looked up first by its
-exact numbers, then by the classes on which Triton specialises. Pointers are passed as integers.
+specialise like an earlier one calls the compiled kernel directly. `Plan.compiled` has it under the launch's exact
+numbers and under the `_compile_key`, on which Triton specialises. Pointers are passed as integers.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _CONFIG_WORDS = (
     "PassManager::run failed",
     "invalid value",
     "ooperative launch",  # more programs than can be resident
-    "operation not supported",  # a device without that launch
+    "operation not supported",  # a device without cooperative launches
 )
 _INT32 = 1 << 31
-_EXACT_LIMIT = 4096  # a limit on the first table, for row counts that never repeat
+_MAX_EXACT_KEYS = 4096  # of `Plan.compiled`, for row counts that never repeat
 _tensor_counts: dict[int, int] = {}
 _unspecialised_of: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
-_interpreter = fork_safe(threading.RLock())  # Triton's interpreter keeps the current launch in globals
+_interpreter_lock = fork_safe(threading.RLock())  # Triton's interpreter has the current launch in globals
 _VERSION = ".".join(triton.__version__.split(".")[:2]) if AVAILABLE else ""
 _runtime = triton.knobs.runtime
 CAN_BE_FAST = AVAILABLE and current_device is not None and current_stream is not None
-"""False without Triton and for builds of torch without CUDA or ROCm: Triton then makes every launch."""
+"""Whether launches can bypass Triton's launcher: needs Triton, and a build of torch for CUDA or ROCm."""
 
 
 class LaunchFailed(RuntimeError):
@@ -59,15 +59,15 @@ class Routine(NamedTuple):
     """A library's function that a plan may choose in a kernel's place.
 
     run: the function, of tensors, numbers and tuples of them; it must not wait for the device
-    shaped: returns an empty tensor like the result, for observers that only note calls
+    empty_result: takes the same arguments and returns an uninitialised tensor like the result, for observers
     """
 
     run: Callable[..., torch.Tensor]
-    shaped: Callable[..., torch.Tensor]
+    empty_result: Callable[..., torch.Tensor]
 
 
 def call_routine(plan: Plan, routine: Routine, args: tuple[Any, ...], was_observed: bool = False) -> torch.Tensor:
-    """The routine's result. Raises `LaunchFailed` if the library fails: a kernel may still compute the result."""
+    """The routine's result. Raises `LaunchFailed` if the library fails, so that a kernel can replace it."""
     if observers and not was_observed:
         return observed("routine", partial(call_routine, was_observed=True), plan, routine, args)
     try:
@@ -88,8 +88,8 @@ def launch(
 ) -> tuple | None:
     """Launch `kernel` over `grid` on the current stream of the first tensor's device.
 
-    Returns `(run, head, constants)`: the launching function, and its arguments before and after the kernel's. Returns
-    None if Triton or an observer made the launch.
+    Returns `(run, head, constants)`: the function that launches, and its arguments before and after the kernel's. None
+    if Triton or an observer made the launch.
     """
     if observers and not was_observed:
         return observed("launch", partial(launch, was_observed=True), plan, kernel, grid, args, flags)
@@ -98,17 +98,17 @@ def launch(
         launch_ordinary(plan, kernel, grid, args, flags)
         return None
     name, count = id(kernel), tensor_count(kernel, args)
-    pointers, dtypes, together, numbers = [], [], 0, args[count:]
-    for tensor in args[:count]:  # one loop for everything, since every launch pays for it
+    pointers, dtypes, combined, numbers = [], [], 0, args[count:]
+    for tensor in args[:count]:  # one loop, since its time is part of every launch
         if tensor is None:
             pointers.append(None)
             dtypes.append(None)
         else:
             pointer = tensor.data_ptr()
-            together |= pointer
+            combined |= pointer
             pointers.append(pointer)
             dtypes.append(tensor.dtype)
-    aligned = 0 if together & 15 == 0 else tuple([None if p is None else p & 15 for p in pointers])
+    aligned = 0 if combined & 15 == 0 else tuple([None if p is None else p & 15 for p in pointers])
     key = (name, flags, numbers, aligned, *dtypes)
     entry = compiled.get(key)
     index = args[0].get_device()
@@ -130,7 +130,7 @@ def launch(
 
 
 def tensor_count(kernel: Any, args: tuple) -> int:
-    """How many of a kernel's arguments are tensors, or None in the place of one; they come first."""
+    """The number of a kernel's leading arguments that are tensors, or None in place of a tensor."""
     count = _tensor_counts.get(id(kernel))
     if count is None:
         count = next((i for i, a in enumerate(args) if isinstance(a, (int, float, tuple))), len(args))
@@ -138,12 +138,12 @@ def tensor_count(kernel: Any, args: tuple) -> int:
     return count
 
 
-def _likeness(kernel: Any, flags: tuple, numbers: tuple, rest: tuple) -> tuple:
-    """A key that is equal for launches with the same compiled kernel.
+def _compile_key(kernel: Any, flags: tuple, numbers: tuple, rest: tuple) -> tuple:
+    """A key that is equal for launches of the same compiled kernel.
 
     Triton specialises an integer on being 1, on divisibility by 16 and on its width, and a pointer on divisibility by
-    16, except where the kernel sets `do_not_specialize`. rest: 0 or a tuple of the tensors' addresses modulo 16, then
-    their dtypes.
+    16, except where the kernel sets `do_not_specialize`. rest: the tensors' addresses modulo 16 (0 if all are 0), then
+    their dtypes
     """
     values, alignments = _unspecialised(kernel)
     count = len(rest) - 1
@@ -175,28 +175,28 @@ def _unspecialised(kernel: Any) -> tuple[frozenset[int], frozenset[int]]:
     return entry
 
 
-def likeness(kernel: Any, args: tuple, flags: tuple) -> tuple:
-    """`_likeness` of a launch whose tensors may be fake: their storage offsets give the alignment."""
+def compile_key(kernel: Any, args: tuple, flags: tuple) -> tuple:
+    """`_compile_key` of a launch whose tensors may be fake: alignment is computed from their storage offsets."""
     count = tensor_count(kernel, args)
     offsets = [0 if t is None else t.storage_offset() * t.itemsize & 15 for t in args[:count]]
     dtypes = [None if t is None else t.dtype for t in args[:count]]
-    return _likeness(kernel, flags, args[count:], (tuple(offsets) if any(offsets) else 0, *dtypes))
+    return _compile_key(kernel, flags, args[count:], (tuple(offsets) if any(offsets) else 0, *dtypes))
 
 
 def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tuple, key: tuple) -> tuple | None:
-    """The compiled kernel of an equivalent launch; None if an ordinary launch was made."""
+    """The entry of an earlier launch with the same `_compile_key`. Without one, launches by Triton and returns None."""
     _, _, numbers, *rest = key
     compiled = plan.compiled
-    alike = _likeness(kernel, flags, numbers, tuple(rest))
+    alike = _compile_key(kernel, flags, numbers, tuple(rest))
     entry = compiled.get(alike)
-    if isinstance(entry, Future):  # another thread compiles it: after waiting, Triton finds the kernel
+    if isinstance(entry, Future):  # another thread compiles it; wait, then Triton finds the compiled kernel
         entry.exception()
         entry = None
     if entry is None:
-        run, head = _entry(launch_ordinary(plan, kernel, grid, args, flags))
+        run, head = _launcher_of(launch_ordinary(plan, kernel, grid, args, flags))
         compiled[alike] = compiled[key] = run, head, flags + tuned_values(plan, kernel, args, flags)
         return None
-    if len(compiled) > _EXACT_LIMIT:
+    if len(compiled) > _MAX_EXACT_KEYS:
         kept = {k: v for k, v in list(compiled.items()) if k[0] == "alike"}
         compiled.clear()
         compiled.update(kept)
@@ -207,31 +207,31 @@ def _find_or_compile(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: t
 def compile_only(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> None:
     """Let Triton compile the kernel of a launch on the current device, and build its launcher.
 
-    args: from `autotune.compile.arguments`. The kernel is not loaded, which in another thread would invalidate a graph
-    that is being captured.
+    args: from `autotune.compile.arguments`. The kernel is not loaded: loading it would invalidate a graph that another
+    thread is capturing.
     """
     constants = flags + tuned_values(plan, kernel, args, flags)
     compiled = kernel.warmup(*args, *constants, grid=(1,), **plan.options)
-    with contextlib.suppress(AttributeError, TypeError):  # not public: if it moved, the launch builds it
+    with contextlib.suppress(AttributeError, TypeError):  # not public; if it changed, the launch builds the launcher
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
-def _entry(compiled: Any) -> tuple[Callable[..., None], tuple]:
-    """The function that launches a compiled kernel, and its arguments between the stream and the kernel's.
+def _launcher_of(compiled: Any) -> tuple[Callable[..., None], tuple]:
+    """The function that launches a compiled kernel, and its arguments between the stream and the kernel's arguments.
 
-    Triton 3.6's launcher is a Python function around one in C, to which it adds scratch memory, if a kernel needs any.
-    The C function's arguments differ between versions.
+    Triton 3.6's launcher is a Python function that calls a C function and adds scratch memory. For a kernel that needs
+    none, this is the C function. Its arguments differ between versions.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    known = _VERSION == "3.6" and hasattr(run, "launch_pdl")
-    if known and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
+    is_wrapper = _VERSION == "3.6" and hasattr(run, "launch_pdl")
+    if is_wrapper and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
         options = run.launch_cooperative_grid, run.launch_pdl
         return run.launch, (function, *options, None, None, metadata, None, None, None)
     return run, (function, metadata, None, None, None)
 
 
 def tuned_values(plan: Plan, kernel: Any, args: tuple, flags: tuple) -> tuple[Any, ...]:
-    """The plan's values for the kernel's last parameters."""
+    """The plan's values for the kernel's tunables."""
     return tuple(plan.constexprs[name] for name in kernel.arg_names[len(args) + len(flags) :])
 
 
@@ -247,7 +247,7 @@ def launch_ordinary(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tu
         )
     try:
         if INTERPRET or device.type == "cpu":
-            with _interpreter:
+            with _interpreter_lock:
                 return kernel[grid](*values, **plan.options)
         with torch.get_device_module(device).device(device):
             return kernel[grid](*values, **plan.options)
@@ -258,20 +258,20 @@ def launch_ordinary(plan: Plan, kernel: Any, grid: tuple, args: tuple, flags: tu
 def _raise(plan: Plan, error: Exception) -> NoReturn:
     if blames_config(error):
         raise LaunchFailed(plan, error) from error
-    if "]: out of memory" in str(error):  # Triton's message if there was no memory for a kernel's code
+    if "]: out of memory" in str(error):  # Triton's message if a kernel's code cannot be loaded
         where = plan.device.type.upper()
         raise torch.OutOfMemoryError(f"{where} out of memory. No room for the code of {plan.tunable.name}") from error
     raise error
 
 
 def blames_config(error: Exception) -> bool:
-    """Whether another configuration may succeed: not after errors of memory, the device or our own code."""
+    """Whether another configuration may succeed: False for errors of memory, the device or our code."""
     names = {base.__name__ for base in type(error).__mro__}
     return bool(names & set(_CONFIG_ERRORS)) or any(word in str(error) for word in _CONFIG_WORDS)
 
 
 def is_profiled() -> bool:
-    """Whether a profiler has set hooks of Triton's, which only Triton's own launches call."""
+    """Whether a profiler has set launch hooks, which are called only if Triton makes the launch."""
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))
 
@@ -281,66 +281,66 @@ def is_profiled() -> bool:
 #
 # A launcher computes sizes, plan, grid and flags from numbers and from its tensors' layout (dtypes, shapes, strides,
 # alignment, device), allocates, and launches. The second call with the same layout and numbers is recorded
-# (recording.py); later ones repeat its allocations and launches with their own tensors. The registry drops the cache
-# whenever plans change (`registry.replay_cache`).
+# (recording.py). Later calls repeat the recorded allocations and launches with their tensors. The registry clears the
+# cache whenever plans change (`registry.replay_cache`).
 
-MISSED, UNSEEN = object(), object()
-_SEEN, REFUSED = "seen", "refused"
-"""Cache entries of a layout after its first call, and of one whose calls cannot be recorded."""
-_MOST_LAYOUTS = 4096  # a limit, for layouts that never repeat
+NOT_REPLAYED, NOT_CHECKED = object(), object()
+_SEEN, UNRECORDABLE = "seen", "unrecordable"
+"""Cache entries of a layout after its first call, and of a layout whose calls cannot be recorded."""
+_MAX_LAYOUTS = 4096  # of the replay cache, for layouts that never repeat
 
 
 def replay(
     name: str, check: Callable[[tuple], None], args: tuple, end: int, record: Callable[[dict, tuple, tuple], Any]
 ) -> Any:
-    """The operator's result, or MISSED or UNSEEN if the caller has to run the launcher. For UNSEEN the caller first has
-    to check the arguments.
+    """The operator's result. NOT_REPLAYED if the caller has to run the launcher, NOT_CHECKED if it has to check the
+    arguments before.
 
     check: raises for arguments whose dtypes, shapes or devices do not fit
-    end: the number of arguments up to the last tensor; later ones go into the key unchanged
+    end: the number of arguments up to the last tensor; later arguments go into the key unchanged
     record: (cache, key, args) -> result; makes the call and records it (`recording.recorder`)
     """
     if observers or not CAN_BE_FAST:
-        return UNSEEN
+        return NOT_CHECKED
     index = args[0].get_device() if type(args[0]) in TENSORS else -1
-    if index < 0 or index != current_device():  # not asked for CPU tensors: it raises without a driver
-        return UNSEEN
-    key, pointers, together = [name, args[end:]], [None], 0
+    if index < 0 or index != current_device():  # index < 0 is tested first: current_device raises without a driver
+        return NOT_CHECKED
+    key, pointers, combined = [name, args[end:]], [None], 0
     try:
         for arg in args[:end]:
             if type(arg) in TENSORS:
                 if arg.get_device() != index:
-                    return UNSEEN
+                    return NOT_CHECKED
                 pointer = arg.data_ptr()
-                together |= pointer
+                combined |= pointer
                 pointers.append(pointer)
                 key += arg.dtype, arg.shape, arg.stride()
             else:
                 key.append(arg)
-    except RuntimeError:  # a tensor without memory of its own, as batched gradients have
-        return UNSEEN
-    key += index, 0 if together & 15 == 0 else tuple([pointer and pointer & 15 for pointer in pointers])
+    except RuntimeError:  # a tensor without memory, such as a batched gradient
+        return NOT_CHECKED
+    key += index, 0 if combined & 15 == 0 else tuple([pointer and pointer & 15 for pointer in pointers])
     key = tuple(key)
     cache = registry.replay_cache
     try:
         entry = cache.get(key)
     except TypeError:  # a list among the arguments
-        return UNSEEN
+        return NOT_CHECKED
     if type(entry) is not tuple:
-        if entry is REFUSED:
-            return MISSED
+        if entry is UNRECORDABLE:
+            return NOT_REPLAYED
         if not are_plain(args) or not PLAIN_NUMBERS.issuperset(map(type, args[end:])):
-            return UNSEEN  # the key has the identity, not the value, of a tensor given as a number
+            return NOT_CHECKED  # a tensor passed as a number is in the key by identity, not by value
         if entry is _SEEN and not is_profiled():
             return record(cache, key, args)
         if entry is None:
             check(args)
-        if len(cache) >= _MOST_LAYOUTS:
+        if len(cache) >= _MAX_LAYOUTS:
             cache.clear()
         cache[key] = _SEEN
-        return MISSED
+        return NOT_REPLAYED
     if is_profiled():
-        return MISSED
+        return NOT_REPLAYED
 
     device, allocations, steps, results_of = entry
     allocated = []
@@ -361,26 +361,26 @@ def replay(
     except Exception as error:
         if not blames_config(error):
             raise
-        cache.pop(key, None)  # the launcher then raises with the plan that failed
-        return MISSED
+        cache.pop(key, None)  # the launcher will fail too, and its error has the plan
+        return NOT_REPLAYED
     return results_of(allocated)
 
 
-# -- watching launches -----------------------------------------------------------------------------------------------
+# -- observing launches ----------------------------------------------------------------------------------------------
 #
-# Observers see a launch before it is made and may replace it: to record a call, to tell the tuner what an operator
-# launches, to compile ahead for a device that is not there. While there is an observer, no call is replayed.
+# Observers are called in place of a launch, and may make it: to record a call, to trace an operator's launches for the
+# tuner, to compile ahead for a device that is not here. While there is an observer, no call is replayed.
 
 observers: list[tuple[int | None, "Observer"]] = []
-"""(thread, or None for every thread; observer), the innermost last."""
+"""(thread or None for every thread, observer), the innermost last."""
 
 
 class Observer:
-    """Base class. Arguments and results are as in `launch`, `call_routine`, and an operator's call in eager mode, where
-    `call` is the function that `define` returned.
+    """Base class. Arguments and results are as in `launch`, in `call_routine`, and in an operator's call in eager mode,
+    where `call` is the function that `define` returned.
 
-    `proceed` calls the next outer observer, after the last one the work itself; without that call, the method replaces
-    the work.
+    `proceed` calls the next outer observer, and for the outermost one, does the work. A method that does not call it
+    replaces the work.
     """
 
     def launch(
@@ -395,7 +395,7 @@ class Observer:
         return proceed(call, args)
 
 
-class Foreseen(Observer):
+class LaunchTracer(Observer):
     """Calls `note(plan, kernel, grid, args, flags)` in place of each launch, and runs no routine."""
 
     def __init__(self, note: Callable[[Any, Any, tuple, tuple, tuple], None]) -> None:
@@ -405,15 +405,15 @@ class Foreseen(Observer):
         self.note(plan, kernel, grid, args, flags)
 
     def routine(self, proceed: Any, plan: Any, routine: Routine, args: tuple) -> torch.Tensor:
-        return routine.shaped(*args)
+        return routine.empty_result(*args)
 
 
-Watcher = TypeVar("Watcher", bound=Observer)
+ObserverType = TypeVar("ObserverType", bound=Observer)
 
 
 @contextlib.contextmanager
-def observing(observer: Watcher, every_thread: bool = False) -> Iterator[Watcher]:
-    """Let `observer` see the launches of this thread, or of every thread (a backward on a GPU runs in its own)."""
+def observing(observer: ObserverType, every_thread: bool = False) -> Iterator[ObserverType]:
+    """Pass the launches of this thread, or of every thread, to `observer`. A GPU's backward runs in another thread."""
     entry = (None if every_thread else get_ident(), observer)
     observers.append(entry)
     try:
@@ -423,7 +423,7 @@ def observing(observer: Watcher, every_thread: bool = False) -> Iterator[Watcher
 
 
 def observed(method: str, do: Callable[..., Any], *args: Any) -> Any:
-    """`do(*args)` through this thread's observers, the innermost first."""
+    """Call `do(*args)` through this thread's observers, the innermost first."""
     thread = get_ident()
     for owner, observer in tuple(observers):
         if owner is None or owner == thread:

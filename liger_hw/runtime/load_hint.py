@@ -1,4 +1,4 @@
-"""Loads with the memory hint of a launch's configuration."""
+"""Loads with the cache hint of a launch's configuration."""
 
 from __future__ import annotations
 

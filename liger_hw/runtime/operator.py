@@ -1,8 +1,8 @@
-"""Operators and their derivatives: `define`, `Function`, and the `OperatorFunction` that follows from two operators.
+"""Operators and their derivatives: `define`, `Function`, and `OperatorFunction`, which is made from two operators.
 
 `define` registers `torch.ops.liger_hw.<name>`, opaque to torch.compile, with a fake. On a GPU the operator runs its
 launcher; on the CPU its reference, or the launcher if kernels are interpreted. In plain eager code on a GPU, the
-function that `define` returns skips torch's dispatcher and goes to the replay cache and the launcher directly.
+function that `define` returns skips torch's dispatcher and uses the replay cache and the launcher directly.
 
 Op files import `launch` and the checks of `checks.py` from here.
 """
@@ -50,8 +50,8 @@ from .checks import (  # noqa: F401  op files take these from here
 )
 from .derivative import backward_of
 from .launch import (  # noqa: F401  as above
-    MISSED,
-    UNSEEN,
+    NOT_CHECKED,
+    NOT_REPLAYED,
     LaunchFailed,
     Routine,
     call_routine,
@@ -70,8 +70,8 @@ launchers: dict[str, Callable[..., Any]] = {}
 declared: dict[str, Shapes] = {}
 """Operator name -> the check of its tensors."""
 before_apply: Callable[[type["Function"], tuple], None] | None = None
-"""Called with a Function and its arguments before it runs; set in a model's first forward by
-`autotune/compile_ahead.py`."""
+"""Called with a Function and its arguments before it runs; autotune/compile_ahead.py sets it for a model's first
+forward."""
 
 
 def define(
@@ -91,25 +91,25 @@ def define(
     schema: torch.library schema without the namespace, for example `"f(Tensor x, float eps) -> Tensor"`
     launcher: runs the Triton kernels, the same ones for all arguments of one layout
     reference: the same results in plain torch
-    derivative_of: for a backward operator, its forward operator, from whose reference this one's follows
-    (`derivative.py`); `reference` then computes the forward's results from the backward's arguments
+    derivative_of: for a backward operator, its forward operator. The backward's reference then differentiates the
+    forward's (`derivative.py`), and `reference`, if given, computes the forward's results from the backward's arguments
     shapes: the tensors' shapes and dtypes, as `checks.Shapes` reads them; checked in every call
     misfit: returns an error about arguments that fit `shapes`, or ""
-    fake: returns empty results for torch.compile. A tuple names for each result an argument of the same shape and
-    dtype; the result of None has no elements. By default the reference is called on fake tensors, without autograd.
-    numbers: a NamedTuple whose fields are appended to the schema. All functions here, and the returned one, take one
-    such tuple as their last argument.
+    fake: returns empty results for torch.compile. A tuple names, for each result, an argument of the same shape and
+    dtype; if that argument is None, the result has no elements. By default the reference runs on fake tensors.
+    numbers: a NamedTuple class whose fields are appended to the schema. All functions given here, and the returned
+    function, take an instance as their last argument.
     recorded: False for a launcher that does more than allocate and launch (`recording.repeated`)
 
     Arguments are positional, numbers are converted to the schema's types. No function may return one of its inputs.
     """
     name = schema.split("(", 1)[0].strip()
-    call_numbers = None if numbers is None else _Numbers(numbers)
-    if call_numbers is not None:
+    fields = None if numbers is None else _Numbers(numbers)
+    if fields is not None:
         arguments, _, results = schema.partition(") ->")
-        schema, n_others = f"{arguments}, {call_numbers.schema}) ->{results}", arguments.count(",") + 1
+        schema, n_others = f"{arguments}, {fields.schema}) ->{results}", arguments.count(",") + 1
         launcher, reference, fake, misfit = (
-            call_numbers.taking_numbers(run, n_others) if callable(run) else run
+            fields.taking_numbers(run, n_others) if callable(run) else run
             for run in (launcher, reference, fake, misfit)
         )
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -139,16 +139,16 @@ def define(
 
     def replayed(args: tuple) -> Any:
         try:
-            return replay(name, check_args, args, tensors_end, record) if recorded else UNSEEN
+            return replay(name, check_args, args, tensors_end, record) if recorded else NOT_CHECKED
         except LaunchFailed as failure:
             _quarantine(failure)
-            return MISSED
+            return NOT_REPLAYED
 
     def below_dispatcher(*args: Any) -> Any:
         result = replayed(args)
-        if result is UNSEEN:
+        if result is NOT_CHECKED:
             check_args(args)
-        elif result is not MISSED:
+        elif result is not NOT_REPLAYED:
             return result
         return run_launcher(*args)
 
@@ -170,12 +170,12 @@ def define(
             or forward_ad._current_level >= 0
             or is_profiling()
             or torch.jit.is_tracing()
-        ):  # the dispatcher would only pass the call on
+        ):  # the dispatcher would do nothing but call the operator
             result = replayed(args)
-            if result is not MISSED and result is not UNSEEN:
+            if result is not NOT_REPLAYED and result is not NOT_CHECKED:
                 return result
             if are_plain(args):
-                if result is UNSEEN:
+                if result is NOT_CHECKED:
                     check_args(args)
                 run, args = run_launcher, coerced(args, coercions)
             else:
@@ -195,7 +195,7 @@ def define(
 
     call.__name__ = name
     call.overload, call.numbers, call.reference = overload, None, reference
-    return call if call_numbers is None else call_numbers.taking_call(call)
+    return call if fields is None else fields.taking_tuple(call)
 
 
 class _Numbers:
@@ -206,43 +206,43 @@ class _Numbers:
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
-        fields = get_type_hints(kind)
-        self.inner = tuple(_Numbers(of) if hasattr(of, "_fields") else None for of in fields.values())
+        types = get_type_hints(kind)
+        self.inner = tuple(_Numbers(of) if hasattr(of, "_fields") else None for of in types.values())
         self.is_flat = not any(self.inner)
         self.schema = ", ".join(
             inner.schema if inner else f"{'float[]' if of == tuple[float, ...] else of.__name__} {name}"
-            for (name, of), inner in zip(fields.items(), self.inner)
+            for (name, of), inner in zip(types.items(), self.inner)
         )
 
-    def numbers_of(self, call: Any) -> Iterable[Any]:
-        """The values of the NamedTuple `call`, flattened."""
+    def numbers_of(self, values: Any) -> Iterable[Any]:
+        """The values of an instance of the NamedTuple, flattened."""
         if self.is_flat:
-            return call
+            return values
         numbers: list[Any] = []
-        for value, inner in zip(call, self.inner):
+        for value, inner in zip(values, self.inner):
             if inner is None:
                 numbers.append(value)
             else:
                 numbers.extend(inner.numbers_of(value))
         return numbers
 
-    def call_of(self, numbers: Iterator[Any]) -> Any:
-        """The NamedTuple with these numbers: the inverse of `numbers_of`."""
+    def tuple_of(self, numbers: Iterator[Any]) -> Any:
+        """The instance of the NamedTuple with these numbers: the inverse of `numbers_of`."""
         if self.is_flat:
             return self.kind(*islice(numbers, len(self.inner)))
-        return self.kind(*(next(numbers) if inner is None else inner.call_of(numbers) for inner in self.inner))
+        return self.kind(*(next(numbers) if inner is None else inner.tuple_of(numbers) for inner in self.inner))
 
-    def taking_call(self, operator: Callable[..., Any]) -> Callable[..., Any]:
-        def with_call(*args: Any) -> Any:
+    def taking_tuple(self, operator: Callable[..., Any]) -> Callable[..., Any]:
+        def with_tuple(*args: Any) -> Any:
             return operator(*args[:-1], *self.numbers_of(args[-1]))
 
-        with_call.__name__, with_call.overload = operator.__name__, operator.overload
-        with_call.numbers, with_call.reference = self.kind, operator.reference
-        return with_call
+        with_tuple.__name__, with_tuple.overload = operator.__name__, operator.overload
+        with_tuple.numbers, with_tuple.reference = self.kind, operator.reference
+        return with_tuple
 
     def taking_numbers(self, run: Callable[..., Any], n_others: int) -> Callable[..., Any]:
         def with_numbers(*args: Any) -> Any:
-            return run(*args[:n_others], self.call_of(iter(args[n_others:])))
+            return run(*args[:n_others], self.tuple_of(iter(args[n_others:])))
 
         return with_numbers
 
@@ -263,7 +263,7 @@ def _with_results(change: Callable[[torch.Tensor], torch.Tensor], run: Callable[
 
 
 def _without_view(t: torch.Tensor) -> torch.Tensor:
-    """A tensor that may be changed in place, also by a caller under autograd."""
+    """`t`, or an alias that is not marked as a view: autograd refuses in-place changes of a view."""
     return no_view(t) if t._is_view() else t
 
 
@@ -279,7 +279,7 @@ def _fake_like(names: tuple[str, ...], schema: Any) -> Callable[..., Any]:
 
 
 def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
-    """Without this error, forward-mode autograd would silently give a derivative of zero."""
+    """Raise for a tensor with a tangent: forward-mode autograd would silently give a derivative of zero."""
     arguments = (t for arg in args for t in (arg if isinstance(arg, (tuple, list)) else (arg,)))
     if any(isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in arguments):
         raise NotImplementedError(
@@ -293,15 +293,13 @@ def is_transformed() -> bool:
     return has_transforms()
 
 
-# what torch.compiler.assume_constant_result does, without importing the compiler
+# the same as decorating with torch.compiler.assume_constant_result, which would import the compiler
 is_transformed._dynamo_marked_constant = True
 
 
 def _refuse_transforms(what: str) -> NoReturn:
-    """Without this error, torch.compile, and vmap around an operator, give a gradient of zero (pytorch issue 193279).
-
-    vmap's fallback without gradients crashes in torch 2.13.
-    """
+    """Raise: torch.compile, and vmap around an operator, would give a gradient of zero (pytorch issue 193279), and
+    vmap's fallback without gradients crashes in torch 2.13."""
     raise RuntimeError(
         f"{what}: liger_hw's ops take no transform of torch.func (functorch: vmap, grad, jvp, jacrev, hessian); "
         "call backward() or torch.autograd.grad (is_grads_batched=True batches gradients), transform the op's "
@@ -310,7 +308,7 @@ def _refuse_transforms(what: str) -> NoReturn:
 
 
 def with_fallback(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """`launcher`, run again with the registry's next configuration after one fails."""
+    """`launcher`, repeated with the registry's next configuration each time that one fails."""
 
     def run(*args: Any) -> Any:
         while True:
@@ -328,13 +326,13 @@ def _quarantine(failure: LaunchFailed) -> None:
         raise failure.cause from None
 
 
-_USUAL = NO_TENSORS | TENSORS
+_USUAL_TYPES = NO_TENSORS | TENSORS
 
 
 class Function(torch.autograd.Function):
     """An autograd Function with forward(ctx, ...), whose `apply` is faster than torch's and refuses torch.func.
 
-    It checks no arguments: torch.compile turns an error raised in `forward` into an internal error of torch. The op's
+    `forward` must not check arguments: torch.compile turns an error raised there into an internal error. The op's
     public function checks options, and operators check tensors.
     """
 
@@ -349,7 +347,7 @@ class Function(torch.autograd.Function):
             _refuse_transforms(f"Liger{cls.__name__}")
         if kwargs:
             return super().apply(*args, **kwargs)
-        unusual = [a for a in args if type(a) not in _USUAL]
+        unusual = [a for a in args if type(a) not in _USUAL_TYPES]
         if unusual and any(isinstance(a, torch.Tensor) and is_dtensor(a) for a in unusual):
             return apply_sharded(cls, args)
         if before_apply is not None:
@@ -381,21 +379,21 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-# -- Functions that follow from their operators ------------------------------------------------------------------------
+# -- Functions made from two operators -------------------------------------------------------------------------------
 
 
 class OperatorFunction(Function):
-    """An autograd Function whose forward and backward follow from the names in the schemas of two operators.
+    """An autograd Function whose forward and backward are derived from the names in the schemas of two operators.
 
         fwd = define("f_fwd(Tensor X, Tensor? W, float eps, int mode) -> (Tensor Y, Tensor rstd)", ...)
         bwd = define("f_bwd(Tensor dY, Tensor X, Tensor? W, Tensor rstd, int mode, bool needs_params)"
                      " -> (Tensor dX, Tensor dW)", ...)
 
-    The Function takes fwd's arguments and returns its first results, whose gradients (`dY`) are arguments of
-    bwd. bwd's other arguments have the names of fwd's arguments and results, which are saved: tensors, then
-    numbers. A result `dA` of bwd is the gradient of argument A; `dA_dB` is the gradients of A and B, concatenated, or
-    A's alone if B is None. Two more numbers are possible: the first, `bool[] needed`, says which results are needed,
-    the last, `needs_params`, whether an argument in `params` needs a gradient.
+    The Function takes fwd's arguments and returns fwd's first results: each result Y for which bwd has an argument
+    `dY`, its gradient. bwd's other arguments have the names of fwd's arguments and results, and are saved: tensors,
+    then numbers. bwd's result `dA` is the gradient of argument A; `dA_dB` is the gradients of A and B, concatenated,
+    or A's alone if B is None. bwd may have two more numbers: as its first, `bool[] needed`, which results are needed;
+    as its last, `bool needs_params`, whether an argument in `params` needs a gradient.
 
     in_place: an operator like bwd that writes the gradients over the saved inputs and returns nothing. The Function
     then has a last argument `owned`: whether the inputs were made for this call and are not used again.
@@ -467,25 +465,25 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
     run, in_place = cls.bwd, cls.in_place is not None
     n_grads = sum(f"d{result}" in bwd.tensors for result in fwd.results)
     has_flag, params = "needs_params" in bwd.numbers, [arguments.index(name) for name in cls.params]
-    owners = [result.removeprefix("d").split("_d") for result in bwd.results]
-    order = [name for of_result in owners for name in of_result]
+    args_of_results = [result.removeprefix("d").split("_d") for result in bwd.results]
+    order = [name for of_result in args_of_results for name in of_result]
     known = {*arguments, *fwd.results, "needed", "needs_params"}
-    wrong = [name for name in order if name not in arguments]  # their gradients would be lost
+    wrong = [name for name in order if name not in arguments]
     if wrong := wrong + [name for name in (*bwd.tensors[n_grads:], *bwd.numbers) if name not in known]:
         raise TypeError(f"{cls.__name__}: backward names {', '.join(wrong)}, which forward neither takes nor returns")
     by_argument = [order.index(name) if name in order else -1 for name in arguments]  # -1: no gradient
-    of_results = [arguments.index(names[0]) for names in owners] if "needed" in bwd.numbers else None
-    others = [[bwd.tensors.index(name) - n_grads for name in names[1:]] for names in owners]  # saved B of each dA_dB
-    is_joined = len(order) > len(owners)
+    of_results = [arguments.index(names[0]) for names in args_of_results] if "needed" in bwd.numbers else None
+    others = [[bwd.tensors.index(name) - n_grads for name in names[1:]] for names in args_of_results]  # B of dA_dB
+    is_joined = len(order) > len(args_of_results)
 
-    def apart(result: torch.Tensor, others: list[int], saved: Any) -> tuple[torch.Tensor | None, ...]:
+    def split(result: torch.Tensor, others: list[int], saved: Any) -> tuple[torch.Tensor | None, ...]:
         if not others:
             return (result,)
         tensors = [saved[place] for place in others]
         if tensors[0] is None:
             return result, *[None] * len(tensors)
         sizes = [min(t.numel(), result.numel()) for t in tensors]  # 0 where no gradient is needed
-        # torch's plain split would also record that the parts share memory
+        # torch's `split_with_sizes` would return views, which autograd tracks
         first, *parts = result.unsafe_split_with_sizes([result.numel() - sum(sizes), *sizes])
         return first, *[
             part.view(t.shape) if t.dim() != 1 and part.numel() else part for part, t in zip(parts, tensors)
@@ -502,7 +500,7 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
             results = run(*grads, *saved, *numbers, *flags)
             results = (results,) if isinstance(results, torch.Tensor) else results
             if is_joined:
-                results = [part for result, places in zip(results, others) for part in apart(result, places, saved)]
+                results = [part for result, places in zip(results, others) for part in split(result, places, saved)]
         results = (*results, None)
         return tuple([results[place] if need else None for place, need in zip(by_argument, needed)])
 
@@ -510,15 +508,15 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
 
 
 def _may_overwrite(saved: tuple[torch.Tensor, ...]) -> bool:
-    """Whether a backward may write over its saved tensors, which the caller owns."""
+    """Whether a backward may write over its saved tensors, given that the Function owns them."""
     if graph_is_kept() or is_transformed():
         return False
     return all([type(t) is torch.Tensor and t.is_contiguous() for t in saved])
 
 
 def graph_is_kept() -> bool:
-    """Whether this backward may run again over the same saved tensors: with retain_graph, or traced by torch.compile.
+    """Whether the running backward may run again on the same saved tensors: with retain_graph, or under torch.compile.
 
-    To replay a captured backward twice for one forward, capture it with retain_graph.
+    A captured backward that is replayed several times for one forward must be captured with retain_graph.
     """
     return torch.compiler.is_compiling() or keeps_graph()

@@ -1,8 +1,8 @@
 """Recording a call of an operator for `launch.replay`: its allocations, launches with their tensors, and results.
 
-A call is refused if it runs another operator of torch (a copy, a product, a value read back), uses a tensor that is
-neither an argument nor allocated in the call, or launches through Triton. Parts of such a launcher can be recorded by
-themselves (`repeated`).
+A call is not recorded if it runs another operator of torch (a copy, a product, a value read back), uses a tensor that
+is neither an argument nor allocated in the call, or launches through Triton. Parts of such a launcher can be recorded
+separately (`repeated`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import registry
 from ..private import assert_async
 from .checks import TENSORS, NumberTypes, coerced
-from .launch import MISSED, REFUSED, UNSEEN, Observer, observing, replay, tensor_count
+from .launch import NOT_CHECKED, NOT_REPLAYED, UNRECORDABLE, Observer, observing, replay, tensor_count
 
 _aten = torch.ops.aten
 _ALLOCATIONS = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default}
@@ -28,33 +28,33 @@ _REPEATED = {
     _aten.fill_.Scalar: torch.Tensor.fill_,
     _aten.zero_.default: torch.Tensor.zero_,
 }
-"""Operators on an allocation that a replay repeats."""
+"""Operators that a replay repeats, if their first argument is a recorded allocation -> the function that it calls."""
 
 
 def repeated(part: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a part of a launcher, which takes a tensor, then tensors and numbers, and returns tensors that it
-    allocates. The arguments are not checked."""
+    """Decorates a part of a launcher, so that its calls are recorded and replayed. The part takes a tensor, then
+    tensors and numbers, which are not checked, and returns tensors that it allocates."""
     name, record = f"{part.__module__}.{part.__qualname__}", recorder(part, ((), ()))
 
     @wraps(part)
     def call(*args: Any) -> Any:
         result = replay(name, lambda args: None, args, len(args), record)
-        return part(*args) if result is MISSED or result is UNSEEN else result
+        return part(*args) if result is NOT_REPLAYED or result is NOT_CHECKED else result
 
     return call
 
 
 def recorder(launcher: Callable[..., Any], numbers: NumberTypes) -> Callable[[dict, tuple, tuple], Any]:
-    """A function that calls `launcher` and stores the recording of the call, or REFUSED, in the cache."""
+    """A function that calls `launcher` and stores the recording of the call, or UNRECORDABLE, in the cache."""
 
     def record(cache: dict, key: tuple, args: tuple) -> Any:
-        # a new tensor for each argument: the caller may have passed one tensor twice
+        # a new tensor object for each argument, since one tensor may be passed twice
         arguments = tuple([arg.detach() if type(arg) in TENSORS else arg for arg in args])
         recorded = _Recorder(arguments)
         with observing(recorded), recorded:
-            result = launcher(*coerced(arguments, numbers))  # inside: reading the number of a tensor is refused
+            result = launcher(*coerced(arguments, numbers))  # coerced here, so that reading a tensor's value is noticed
         if all(plan.tunable.plans.get((plan.device, plan.key)) is plan for plan in recorded.plans):
-            cache[key] = recorded.recording(arguments, result) or REFUSED
+            cache[key] = recorded.recording(arguments, result) or UNRECORDABLE
         return result
 
     return record
@@ -63,7 +63,7 @@ def recorder(launcher: Callable[..., Any], numbers: NumberTypes) -> Callable[[di
 class _Recorder(Observer, TorchDispatchMode):
     """Records every operator of torch and every launch of this thread.
 
-    places: id of a tensor -> position of its pointer in a replay: first None, then arguments, then allocations
+    places: id of a tensor -> its index in a replay's list of pointers: None, then arguments, then allocations
     """
 
     def __init__(self, arguments: tuple) -> None:
@@ -78,7 +78,7 @@ class _Recorder(Observer, TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: to skip dynamo, torch would import it at the first operator, which takes a second."""
+        """False, since to skip dynamo, torch would import it at the first operator, which takes a second."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -96,7 +96,7 @@ class _Recorder(Observer, TorchDispatchMode):
         return result
 
     def _place(self, tensor: torch.Tensor, place: int) -> None:
-        self.tensors.append(tensor)  # kept, so that no other tensor takes its id
+        self.tensors.append(tensor)  # keeps it alive, so that no other tensor gets its id
         self.places[id(tensor)] = place
 
     def launch(
@@ -120,15 +120,15 @@ class _Recorder(Observer, TorchDispatchMode):
         places = [self.places.get(id(tensor), 0) - self.first for tensor in results]
         if self.refused or len(set(places)) < len(places) or min(places, default=0) < 0:
             return None
-        shown = dict(zip(places, results))
+        result_at = dict(zip(places, results))
         allocations = []
         for number, tensor in enumerate(self.allocated):
             if tensor.data_ptr() & 15 or tensor.device != arguments[0].device:
                 return None
-            if shown.get(number, tensor).numel() != tensor.numel():
-                return None  # a part of what was allocated
-            tensor = shown.get(number, tensor)
-            allocations.append(_allocation(tensor, arguments))
+            shaped = result_at.get(number, tensor)
+            if shaped.numel() != tensor.numel():
+                return None  # the result is only a part of the allocation
+            allocations.append(_allocation(shaped, arguments))
         if not results:
             results_of = lambda new: None  # noqa: E731
         elif isinstance(result, tuple) and len(places) == 1:
@@ -139,7 +139,7 @@ class _Recorder(Observer, TorchDispatchMode):
 
 
 def _allocation(tensor: torch.Tensor, arguments: tuple) -> tuple:
-    """(position of an argument that `empty_like` would copy, or None; shape; strides; dtype)."""
+    """(position of an argument with the same dtype and layout, None, None, None), or (None, shape, strides, dtype)"""
     for number, arg in enumerate(arguments):
         if isinstance(arg, torch.Tensor) and (arg.dtype, arg.shape) == (tensor.dtype, tensor.shape):
             if torch.empty_like(arg, device="meta").stride() == tensor.stride():

@@ -1,7 +1,7 @@
-"""Rules for an op's autograd Function on DTensors, which it names as `sharding`; without a rule it refuses them.
+"""Rules for DTensors as arguments of an op's autograd Function (`Function.sharding`). Without a rule, they are refused.
 
-A rule says which placements the arguments need and which the results have. `distributed/dtensor.py` applies it. It is
-in a higher layer and needs torch.distributed.tensor, so it is imported for the first DTensor, by the name `handler`.
+A rule gives the placements that the arguments need and that the results have. `distributed/dtensor.py` applies it. It
+is in a higher layer and needs torch.distributed.tensor, so `handler` names it, and the first DTensor imports it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ handler: str | None = None
 
 
 class RowsRule(NamedTuple):
-    """An op on rows: the tensors `inputs` have one shape and are placed alike.
+    """An op on rows: the tensors `inputs` have one shape and get the same placements.
 
-    weights: tensors that all rows share; gathered: dimensions of the inputs that must be whole on each rank
+    weights: tensors that all rows share; gathered: dimensions of the inputs that must not be sharded
     """
 
     inputs: tuple[str, ...]
@@ -25,13 +25,13 @@ class RowsRule(NamedTuple):
 
 
 class RotaryRule(NamedTuple):
-    """A rotation of q and k by cos and sin, which are sharded like batch and tokens; weights: as in RowsRule."""
+    """A rotation of q and k by cos and sin, whose batch and tokens are sharded like q's; weights: as in RowsRule."""
 
     weights: tuple[str, ...] = ()
 
 
 class LossRule(NamedTuple):
-    """A loss over a vocabulary, which may be sharded: `cross_entropy`, `linear_cross_entropy` or `linear_log_probs`."""
+    """A loss over a vocabulary, sharded or not; kind: cross_entropy, linear_cross_entropy or linear_log_probs."""
 
     kind: str
 
@@ -47,6 +47,6 @@ def apply_sharded(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 def refuse_dtensors(name: str, args: tuple[Any, ...]) -> NoReturn | None:
-    """Raise `ShardingError` if there is a DTensor in args: operators take plain tensors."""
+    """Raise `ShardingError` if an argument is a DTensor: operators take plain tensors."""
     if any(is_dtensor(arg) for arg in args):
         importlib.import_module(handler).refuse(name, args)

@@ -1,6 +1,6 @@
-"""Triton, or a stand-in with which kernel files can be imported if Triton is not installed, or too old.
+"""Triton, or placeholders with which kernel files can be imported if Triton is not installed or too old.
 
-Without Triton every op still runs its reference on CPU tensors; launching a kernel raises (`require`).
+Without Triton, ops run their references on CPU tensors, and launching a kernel raises (`require`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if INTERPRET and os.environ.get("TRITON_INTERPRET") != "1":
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when it decorates a kernel
 
 
-class Absent:
-    """Stands for a module of Triton, so that annotations like `tl.constexpr` evaluate.
+class Placeholder:
+    """Replaces a module of Triton, so that annotations such as `tl.constexpr` can be evaluated.
 
     It has the module's name, so that kernels have the same digests with and without Triton (`ci/kernel_digests.py`).
     """
@@ -29,10 +29,10 @@ class Absent:
     def __init__(self, name: str) -> None:
         self.__name__ = name
 
-    def __getattr__(self, name: str) -> "Absent":
+    def __getattr__(self, name: str) -> "Placeholder":
         if name.startswith("__"):
             raise AttributeError(name)
-        return Absent(f"{self.__name__}.{name}")
+        return Placeholder(f"{self.__name__}.{name}")
 
     @staticmethod
     def jit(function=None, **_options):
@@ -49,16 +49,16 @@ try:
 except ImportError as error:
     _reason = str(error)
 
-    triton = Absent("triton")
-    tl = Absent("triton.language")
-    libdevice = Absent("triton.language.extra.libdevice")
+    triton = Placeholder("triton")
+    tl = Placeholder("triton.language")
+    libdevice = Placeholder("triton.language.extra.libdevice")
     AVAILABLE = False
 else:
     AVAILABLE = True
 
 
 def require() -> None:
-    """Raise `ImportError` that says what to install when kernels cannot be launched."""
+    """Raise `ImportError` with the package to install if kernels cannot be launched."""
     if not AVAILABLE:
         raise ImportError(
             f"liger_hw's kernels need Triton 3.4 or newer ({_reason}). Install the build your torch wheel asks for: "

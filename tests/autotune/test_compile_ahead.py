@@ -28,7 +28,7 @@ from liger_hw.kernels.norms import rms_norm
 from liger_hw.kernels.norms.forward import _norm_fwd_kernel
 from liger_hw.runtime import launch as _launch
 from liger_hw.runtime import operator
-from liger_hw.runtime.launch import Foreseen, Routine, call_routine, observing
+from liger_hw.runtime.launch import LaunchTracer, Routine, call_routine, observing
 
 
 class LauncherMode(TorchDispatchMode):
@@ -152,10 +152,11 @@ from liger_hw.autotune import compile_ahead
 from liger_hw.backends import known_target
 from liger_hw.kernels.moe.fused_moe import FusedMoEFunction, sample
 from liger_hw.kernels.moe.reference import Gate, How
-from liger_hw.runtime.launch import Foreseen, observing
+from liger_hw.runtime.launch import LaunchTracer, observing
 args = sample((64, 64, 48, 8, 2), torch.bfloat16, torch.device("cpu"), torch.Generator()).args
 names = []
-with registry.pretend(known_target("sm90")), observing(Foreseen(lambda plan, *launch: names.append(plan.tunable.name))):
+tracer = LaunchTracer(lambda plan, *launch: names.append(plan.tunable.name))
+with registry.pretend(known_target("sm90")), observing(tracer):
     compile_ahead.run_on_fakes(FusedMoEFunction, (*args, None, None, How(Gate.checked("", activation="silu"), False)))
 assert names[-1] == "fused_moe.down_weights", names
 print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
@@ -166,7 +167,7 @@ print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 def test_a_librarys_routine_is_not_run():
     """torch's grouped product would import sympy on fake tensors: two seconds of a first call."""
     routine = Routine(lambda t: pytest.fail("it ran"), lambda t: t.new_empty(len(t), 3))
-    with observing(Foreseen(lambda *launch: None)):
+    with observing(LaunchTracer(lambda *launch: None)):
         assert call_routine(None, routine, (torch.ones(2),)).shape == (2, 3)
 
 
@@ -268,7 +269,7 @@ def test_a_step_launches_what_is_compiled_ahead(kind, batch, compiled, on_sm90, 
             monkeypatch.setattr(operator, "before_apply", first.note_call)
             model(input_ids=ids, labels=ids, use_cache=False)
             monkeypatch.setattr(operator, "before_apply", None)
-            with FakeTensorMode(), LauncherMode(), observing(Foreseen(noted(launched))):
+            with FakeTensorMode(), LauncherMode(), observing(LaunchTracer(noted(launched))):
                 model = cls(config).train()
                 ids = torch.zeros(batch, 32, dtype=torch.long)
                 model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -288,7 +289,7 @@ def test_a_launch_waits_for_the_kernel_being_compiled(monkeypatch, on_sm90):
     flags = 0, False, True, 0, 1, False
     args = x, None, None, None, y, None, torch.empty(2), 16, None, 2, 16, None, 1e-6, 0.0
     future, ran = Future(), []
-    plan.compiled[_launch.likeness(_norm_fwd_kernel, args, flags)] = future
+    plan.compiled[_launch.compile_key(_norm_fwd_kernel, args, flags)] = future
     monkeypatch.setattr(_launch, "CAN_BE_FAST", True)
     monkeypatch.setattr(_launch, "current_device", lambda: -1)
     monkeypatch.setattr(_launch, "current_stream", lambda index: 0)

@@ -76,7 +76,7 @@ def test_the_fast_launcher_keeps_it(monkeypatch):
     run = SimpleNamespace(**options, global_scratch_size=0, profile_scratch_size=0)
     compiled = SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0))
     monkeypatch.setattr(_launch, "_VERSION", "3.6")
-    entry, head = _launch._entry(compiled)
+    entry, head = _launch._launcher_of(compiled)
     assert entry == "C function" and head == (7, False, True, None, None, (4, 1, 0), None, None, None)
 
 
@@ -90,7 +90,7 @@ def test_tritons_launcher_keeps_it(early):
         vars(run).update({f"{field}_size": 0, f"{field}_align": 1})
     vars(run).update(launch=lambda *args: calls.append(args), launch_cooperative_grid=False, launch_pdl=early)
     vars(run).update(num_ctas=1, arg_annotations=(), kernel_signature=b"", gsan_enabled=False)
-    entry, head = _launch._entry(SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0)))
+    entry, head = _launch._launcher_of(SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0)))
     with driver_stub(None):  # newer launchers look at the driver
         run(2, 1, 1, 9, 7, (4, 1, 0), None, None, None, "X_ptr", 8)
         entry(2, 1, 1, 9, *head, "X_ptr", 8)
@@ -150,7 +150,7 @@ def test_the_chain_is_launched_early(shape):
     def note(plan, *_launch):
         early.setdefault(plan.tunable.name, set()).add(plan.constexprs["DEPENDENT"])
 
-    with registry.pretend(known_target("sm90")), FakeTensors(), observing(compile_ahead.Foreseen(note)):
+    with registry.pretend(known_target("sm90")), FakeTensors(), observing(compile_ahead.LaunchTracer(note)):
         with torch.autograd.set_multithreading_enabled(False):
             _chain(torch.empty(shape), rounds=1)
     assert {name.split(".")[0] for name in early} == set(CHAIN) and early["rope.fwd"] == early["rope.bwd"] == {True}

@@ -10,7 +10,7 @@ import torch
 from liger_hw.autotune.compile import driver_stub
 from liger_hw.kernels.losses.cross_entropy_rows import _cross_entropy_fwd_kernel, _cross_entropy_stats_kernel
 from liger_hw.kernels.rotary.rotary_kernels import AngleStrides, Strides, _rotary_kernel
-from liger_hw.runtime.launch import likeness
+from liger_hw.runtime.launch import compile_key
 
 compiler = pytest.importorskip("triton.backends.compiler")
 
@@ -50,11 +50,11 @@ def test_alike_is_what_triton_specialises_alike(kernel, arguments):
     calls = [arguments(*values) for values in itertools.product(BEGINS, NUMBERS, NUMBERS, (-100, 1))]
     alike: dict[tuple, set[str]] = {}
     for args in calls:
-        alike.setdefault(likeness(kernel, args, ()), set()).add(specialised(args))
+        alike.setdefault(compile_key(kernel, args, ()), set()).add(specialised(args))
     assert all(len(found) == 1 for found in alike.values())
     assert len(alike) == len(set().union(*alike.values())) > 1
 
 
 def test_labels_of_one_sequence_launch_the_kernel_of_a_batchs():
     """Shifted by one, they begin 8 bytes into an allocation where no copy makes them contiguous."""
-    assert len({likeness(_cross_entropy_fwd_kernel, _fwd(begin, 64, 64, -100), ()) for begin in BEGINS}) == 1
+    assert len({compile_key(_cross_entropy_fwd_kernel, _fwd(begin, 64, 64, -100), ()) for begin in BEGINS}) == 1

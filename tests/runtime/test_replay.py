@@ -526,7 +526,7 @@ def test_threads_record_each_for_itself(driver):
 
 @cpu
 def test_layouts_that_never_repeat_are_not_kept_without_end(driver, monkeypatch):
-    monkeypatch.setattr(_launch, "_MOST_LAYOUTS", 8)
+    monkeypatch.setattr(_launch, "_MAX_LAYOUTS", 8)
     for rows in range(1, 40):
         norm(*inputs(rows))
     assert len(registry.replay_cache) <= 8

@@ -70,7 +70,7 @@ def threads(monkeypatch):
         plan.compiled = {} if plan.compiled is None else plan.compiled  # as on a device with the fast launcher
         note_launch(self, plan, *launch)
 
-    def compile_one(self, future, likeness, plan, kernel, args, flags):
+    def compile_one(self, future, compile_key, plan, kernel, args, flags):
         assert not any(isinstance(arg, (torch.Tensor, nn.Module)) for arg in args)
         kernels.append(plan.tunable.name)
         future.set_result(None)
