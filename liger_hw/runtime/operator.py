@@ -96,7 +96,7 @@ def define(
     shapes: the tensors' shapes and dtypes, as `checks.Shapes` reads them; checked in every call
     misfit: returns an error about arguments that fit `shapes`, or ""
     fake: returns empty results for torch.compile. A tuple names, for each result, an argument of the same shape and
-    dtype; if that argument is None, the result has no elements. By default the reference runs on fake tensors.
+    dtype; for None as that argument, the result has no elements. By default the reference runs on fake tensors.
     numbers: a NamedTuple class whose fields are appended to the schema. All functions given here, and the returned
     function, take an instance as their last argument.
     recorded: False for a launcher that does more than allocate and launch (`recording.repeated`)
