@@ -17,7 +17,7 @@ from liger_hw.kernels.heads.fused_linear_log_probs import (
 from liger_hw.kernels.heads.kept_logits import plan_kept
 from liger_hw.kernels.heads.linear_head import Needs
 from liger_hw.kernels.losses.log_prob_rows import LogProbOptions
-from liger_hw.kernels.losses.vocab_parts import IGNORED, VocabPart, own_targets
+from liger_hw.kernels.losses.vocab_parts import IGNORED, VocabPart, local_targets
 from liger_hw.registry import get_op
 
 OP = get_op("fused_linear_log_probs")
@@ -254,13 +254,13 @@ def test_of_two_parts_of_a_vocabulary(lane, narrow, generator, rest, monkeypatch
     call = LogProbsCall(LogProbOptions(IGNORED, 0.7), needs=Needs(True, True))
     starts, ran = torch.tensor([0, 61], device=lane.device), []
     for start, part in zip(starts, weight.detach().split((61, 40))):
-        own = own_targets("test", target, len(part), VocabPart(None, 2, 0, starts, start, starts[1] + 40), -100)
-        ran.append((part, own, forward_rows(x.detach(), part, own.mine, None, None, call)))
+        own = local_targets("test", target, len(part), VocabPart(None, 2, 0, starts, start, starts[1] + 40), -100)
+        ran.append((part, own, forward_rows(x.detach(), part, own.column, None, None, call)))
     lse = torch.logaddexp(*(forward.results[3] for _, _, forward in ran))
     found = []
     for part, own, (results, plan, memory) in ran:
-        saved = x.detach(), part, own.mine, None, None, lse, results[1], results[4], *memory
-        found.append(backward_rows(saved, (slopes, None, None, own.here), plan, call))
+        saved = x.detach(), part, own.column, None, None, lse, results[1], results[4], *memory
+        found.append(backward_rows(saved, (slopes, None, None, own.is_local), plan, call))
         assert found[-1][1].data_ptr() == memory[0].data_ptr(), "the logits were computed again"
     assert len(seen) == 2 and all(plan.slab for plan in seen)
     dx, dweight = found[0][0] + found[1][0], torch.cat([part[1] for part in found])

@@ -9,7 +9,7 @@ import torch
 from harness import make, verify
 
 from liger_hw import registry
-from liger_hw.kernels.rows.blocks import count_tiles, row_layout, share_tiles
+from liger_hw.kernels.rows.blocks import aligned_programs, count_tiles, row_layout
 from liger_hw.kernels.rows.row import row_vector
 from liger_hw.registry import LaunchConfig
 
@@ -57,8 +57,8 @@ def test_layout_of_norms():
     assert layout(511, 512) == (True, 0, 2) and layout(512, 512) == (True, 0, 1) and layout(513, 512) == (False, 0, 1)
     assert layout(2047, 2048, torch.float32) == (True, 0, 2) and layout(777, 1024, stride=785) == (True, 0, 8)
     assert [count_tiles(n, 2, 8) for n in (1, 7, 16, 17, 31)] == [1, 7, 8, 9, 16] and count_tiles(17, 2, 1) == 9
-    assert [share_tiles(n, 24, 8) for n in (1, 12, 132)] == [8, 8, 24] and share_tiles(0, 5, 1) == 1
-    assert [share_tiles(n, 5, 8) for n in (1, 132)] == [5, 5]
+    assert [aligned_programs(n, 24, 8) for n in (1, 12, 132)] == [8, 8, 24] and aligned_programs(0, 5, 1) == 1
+    assert [aligned_programs(n, 5, 8) for n in (1, 132)] == [5, 5]
 
 
 @pytest.mark.parametrize("tiles", TILES)

@@ -39,12 +39,12 @@ from ..losses.log_prob_rows import LogProbOptions, LogProbs, log_prob_buffers, r
 from ..losses.vocab_parts import (
     IGNORED,
     GatheredRows,
-    OwnTargets,
+    LocalTargets,
     VocabPart,
     all_gather_single,
     checked_group,
     gather_rows,
-    own_targets,
+    local_targets,
     reduce_scatter_single,
     vocab_part,
 )
@@ -135,23 +135,23 @@ class _Rows:
     """
 
     def __init__(
-        self, local: OwnTargets, part: VocabPart, bias, options: Options, like, plain: bool, incoming, lse=None
+        self, local: LocalTargets, part: VocabPart, bias, options: Options, like, plain: bool, incoming, lse=None
     ) -> None:
         self.local, self.part, self.options, self.sent = local, part, options, []
-        n_rows, smoothing = local.mine.shape[0], options.label_smoothing
+        n_rows, smoothing = local.column.shape[0], options.label_smoothing
         self._results = log_prob_buffers(n_rows, like, logit_sum=bool(smoothing), top=options.needs_top)
         self._top = torch.empty_like(self._results.lse) if options.needs_top else None
         self.lse = torch.empty_like(self._results.lse) if lse is None else lse
         self._row_options, self._bias, self._plain = LogProbOptions(IGNORED, softcap=options.softcap), bias, plain
-        self._per_class = smoothing / part.whole.to(self.lse.dtype) if smoothing else None
-        self._target_coef = torch.where(local.here, (smoothing - 1.0) * incoming, 0.0)
+        self._per_class = smoothing / part.vocab.to(self.lse.dtype) if smoothing else None
+        self._target_coef = torch.where(local.is_local, (smoothing - 1.0) * incoming, 0.0)
         self._softmax_coef = torch.where(local.valid, -incoming, float("nan"))
         self._smoothing_term = (-self._per_class * incoming).expand(n_rows).contiguous() if smoothing else None
 
     def send(self, start: int, logits: torch.Tensor) -> None:
         """Read the logits of the rows `start`.., and send their log-sum-exp to the other ranks."""
         rows = slice(start, start + logits.shape[0])
-        call = partial(row_log_probs, logits, self.local.mine, self._results, self._row_options)
+        call = partial(row_log_probs, logits, self.local.column, self._results, self._row_options)
         with_fallback(partial(call, bias=self._bias, row_start=start, plain=self._plain))()
         if self._top is not None:
             column = self._results.top[rows].clamp_min(0)
@@ -169,7 +169,7 @@ class _Rows:
     def results(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(loss, its z-loss part, the column of the largest logit or None) of every row, once all rows are received."""
         local, results, options = self.local, self._results, self.options
-        numbers = [torch.where(local.here, results.lse + results.logp, 0.0)]
+        numbers = [torch.where(local.is_local, results.lse + results.logp, 0.0)]
         numbers += [] if results.logit_sum is None else [results.logit_sum]
         numbers += [] if self._top is None else [self._top, results.top.to(self._top.dtype)]
         scores, *more = gather_rows(numbers, self.part)
@@ -190,7 +190,7 @@ class _Rows:
         softmax_coef = self._softmax_coef
         if scale := self.options.lse_square_scale:
             softmax_coef = softmax_coef * (1.0 + 2.0 * scale * self.lse)
-        rows = logits, self.local.mine, LogProbs(self.lse, self.lse), self._target_coef, self._row_options
+        rows = logits, self.local.column, LogProbs(self.lse, self.lse), self._target_coef, self._row_options
         coefs = {"softmax_coef": softmax_coef, "smoothing_term": self._smoothing_term}
         call = partial(row_log_prob_gradients, *rows, bias=self._bias, row_start=start, plain=self._plain)
         with_fallback(partial(call, **coefs))()
@@ -231,8 +231,8 @@ def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row
         order = _order(chunks, part.world, x.device)
     if order is not None:
         target, lse, row_grads = (None if t is None else t[order] for t in (target, lse, row_grads))
-    local = own_targets(_NAME, target, weight.shape[0], part, options.ignore_index)
-    entries = torch.where(local.here, local.mine, -1)
+    local = local_targets(_NAME, target, weight.shape[0], part, options.ignore_index)
+    entries = torch.where(local.is_local, local.column, -1)
     grads = SharedGradients(whole, weight, call.needs, chunks, entries, part, plain, scattered)
     one = x.new_ones((), dtype=torch.promote_types(x.dtype, torch.float32))
     row_weight = local.counted.sum().to(one.dtype).reciprocal() if options.reduction == MEAN else one

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ...runtime.operator import Function, check_flags, first_order
 from ..losses.cross_entropy_rows import check_arguments
 from ..losses.log_prob_rows import LogProbOptions, log_prob_options
-from ..losses.vocab_parts import IGNORED, checked_group, gather_rows, own_targets, vocab_part
+from ..losses.vocab_parts import IGNORED, checked_group, gather_rows, local_targets, vocab_part
 from .fused_linear_log_probs import LogProbsCall, backward_rows, forward_rows, liger_fused_linear_log_probs
 from .linear_head import Needs, checked_head
 
@@ -56,13 +56,13 @@ class FusedLinearScaledCrossEntropyTPFunction(Function):
     @staticmethod
     def forward(ctx, x, weight, target, tp_group, options: LogProbOptions, return_entropy):
         part = vocab_part(weight.shape[0], tp_group, x.device)
-        local = own_targets(_NAME_TP, target, weight.shape[0], part, options.ignore_index)
+        local = local_targets(_NAME_TP, target, weight.shape[0], part, options.ignore_index)
         dinput, dweight = ctx.needs_input_grad[:2]
         options = options._replace(ignore_index=IGNORED)
         call = LogProbsCall(options, return_entropy, needs=Needs(dinput, dweight))
-        results, ctx.plan, memory = forward_rows(x, weight, local.mine, None, None, call)
+        results, ctx.plan, memory = forward_rows(x, weight, local.column, None, None, call)
         logp, entropy, _, own_lse, selected = results
-        s_y = torch.where(local.here, own_lse + logp, 0.0)
+        s_y = torch.where(local.is_local, own_lse + logp, 0.0)
         means = [own_lse - entropy] if return_entropy else []  # a rank's mean score
         lses, scores, *means = gather_rows([own_lse, s_y, *means], part)
         lse = torch.logsumexp(lses, 0)
@@ -70,8 +70,8 @@ class FusedLinearScaledCrossEntropyTPFunction(Function):
         if return_entropy:
             share = torch.exp(lses - lse)  # the rank's share of the probability
             entropy = (lse - torch.where(share == 0, 0.0, share * means[0]).sum(0)).masked_fill(~local.counted, 0.0)
-        ctx.save_for_backward(x, weight, local.mine, None, None, lse, entropy, selected, *memory)
-        ctx.here, ctx.part, ctx.call = local.here, part, call
+        ctx.save_for_backward(x, weight, local.column, None, None, lse, entropy, selected, *memory)
+        ctx.is_local, ctx.part, ctx.call = local.is_local, part, call
         ctx.set_materialize_grads(False)
         if not return_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -82,7 +82,7 @@ class FusedLinearScaledCrossEntropyTPFunction(Function):
     def backward(ctx, dnll, dentropy):
         if dnll is None and dentropy is None:
             return (None,) * 6
-        grads = None if dnll is None else -dnll, dentropy if ctx.call.entropy else None, None, ctx.here
+        grads = None if dnll is None else -dnll, dentropy if ctx.call.entropy else None, None, ctx.is_local
         dx, dweight, _ = backward_rows(ctx.saved_tensors, grads, ctx.plan, ctx.call)
         if dx is not None and ctx.part.world > 1:
             dist.all_reduce(dx, group=ctx.part.group)

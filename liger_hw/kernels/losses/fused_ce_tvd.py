@@ -1,8 +1,8 @@
-"""Cross entropy of a student and its total variation distance from a teacher, per row, from both logits in one launch.
+"""Per row, the cross entropy of a student and its total variation distance from a teacher, in one launch from logits.
 
     ce = -log softmax(student)[target]        tvd = sum |softmax(student) - softmax(teacher)| / 2
-Rows whose target is ignore_index have losses and gradient of exactly zero. Computed in fp32, as in distill_rows.py.
-Saved for backward: the logits and five fp32 numbers a row, so that backward reads the logits once.
+Rows whose target is ignore_index have losses and gradient of exactly zero. Everything is computed in fp32, by the
+functions of distill_rows.py. Saved for backward: the logits and five fp32 numbers per row; backward reads the logits once.
 
 Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation",
 https://arxiv.org/abs/2307.15190
@@ -68,7 +68,7 @@ def _ce_tvd_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program a row, read twice. TOP: the largest logit; LOG2: log2(sum(e^(x - TOP))); DOT: see `loss_of_lanes`."""
+    """One program per row, read twice. TOP: largest logit; LOG2: log2(sum(e^(x - TOP))); DOT: see `loss_of_lanes`."""
     LOG2E: tl.constexpr = 1.4426950408889634
     KIND: tl.constexpr = 4  # TVD
     row = tl.program_id(0).to(tl.int64)
@@ -136,7 +136,7 @@ def _ce_tvd_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program a row, read once, backwards. DS is contiguous."""
+    """One program per row, read once, from the last tile to the first. DS is contiguous."""
     LOG2E: tl.constexpr = 1.4426950408889634
     KIND: tl.constexpr = 4  # TVD
     row = tl.program_id(0).to(tl.int64)
@@ -183,8 +183,7 @@ def _ce_tvd_bwd_kernel(
 
 
 FWD = distill_tunable("fused_ce_tvd", kernels=(_ce_tvd_fwd_kernel, _ce_tvd_bwd_kernel))
-
-SAVED = 5  # numbers a row, for backward
+_N_SAVED = 5  # fp32 numbers per row that backward needs
 
 
 def _fwd(student, teacher, target, ignore_index):
@@ -192,7 +191,7 @@ def _fwd(student, teacher, target, ignore_index):
     (n_rows, n_cols), device = student.shape, student.device
     assert_targets(_NAME, target, n_cols, ignore_index)
     ce, tvd = (torch.empty(n_rows, dtype=torch.float32, device=device) for _ in range(2))
-    saved = torch.empty(SAVED, n_rows, dtype=torch.float32, device=device)
+    saved = torch.empty(_N_SAVED, n_rows, dtype=torch.float32, device=device)
     if n_rows:
         plan = FWD.plan(device, registry.columns_key(n_rows, n_cols, student.dtype.itemsize))
         numbers = student.stride(0), teacher.stride(0), n_cols, ignore_index
@@ -216,7 +215,7 @@ def _bwd(dce, dtvd, student, teacher, target, saved, ignore_index):
 def _fwd_reference(student, teacher, target, ignore_index):
     assert_targets(_NAME, target, student.shape[1], ignore_index, plain=True)
     ce, tvd = fused_ce_tvd_reference(student, teacher, target, ignore_index)
-    return ce, tvd, ce.new_zeros(SAVED, ce.shape[0])
+    return ce, tvd, ce.new_zeros(_N_SAVED, ce.shape[0])
 
 
 _INPUTS = "Tensor student, Tensor teacher, Tensor target"
@@ -229,7 +228,7 @@ fused_ce_tvd_fwd = define(
 )
 fused_ce_tvd_bwd = define(
     f"fused_ce_tvd_bwd(Tensor dce, Tensor dtvd, {_INPUTS}, Tensor saved, int ignore_index) -> Tensor dstudent",
-    shapes=f"{_SHAPES}; saved [{SAVED}, n_rows]; dce, dtvd [n_rows]",
+    shapes=f"{_SHAPES}; saved [{_N_SAVED}, n_rows]; dce, dtvd [n_rows]",
     launcher=_bwd,
     derivative_of=fused_ce_tvd_fwd,
 )

@@ -1,11 +1,11 @@
 """Generalised Jensen-Shannon divergence of a student's from a teacher's log-probabilities.
 
 With student log-probabilities x, teacher log-probabilities y, and M = beta e^y + (1 - beta) e^x:
-    loss of a row = sum of beta e^y (y - log M) + (1 - beta) e^x (x - log M)         0 < beta < 1
-    beta = 0      = sum of e^y (y - x), the forward KL(teacher || student)
-    beta = 1      = sum of e^x (x - y), the reverse KL(student || teacher)
-The loss is the mean over the rows that count, zero where none counts. Everything is computed in fp32, relative to
-max(x, y) so that small probabilities are not lost, by the kernel of divergence_rows.py.
+    0 < beta < 1    loss of a row = sum of beta e^y (y - log M) + (1 - beta) e^x (x - log M)
+    beta = 0        loss of a row = sum of e^y (y - x), the forward KL(teacher || student)
+    beta = 1        loss of a row = sum of e^x (x - y), the reverse KL(student || teacher)
+The loss is the mean over the counted rows, zero if no row counts. Everything is computed in fp32, from differences of
+log-probabilities so that small probabilities are not lost, by the kernel of divergence_rows.py.
 Saved for backward: the gradient, which the forward writes.
 
 Source: Agarwal et al., "On-Policy Distillation of Language Models", https://arxiv.org/abs/2306.13649

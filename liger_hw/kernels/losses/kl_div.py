@@ -1,7 +1,7 @@
 """Kullback-Leibler divergence of a target distribution from predicted log-probabilities, as in torch.nn.KLDivLoss.
 
-    term = t (log max(t, eps) - x)          t a probability, 0 where t is 0
-    term = e^t (t - x)                      with log_target: t a log-probability
+    term = t (log max(t, eps) - x), or 0 if t is 0        t: a probability
+    term = e^t (t - x)                                    t: a log-probability (log_target)
     none  every term [n_rows, n_cols]      sum  of all      mean  over all elements      batchmean  sum / n_rows
 Everything is computed in fp32, by the kernel of divergence_rows.py.
 Saved for backward: the gradient, which the forward writes; with reduction="none" the target.
@@ -44,7 +44,7 @@ def liger_kl_div(
     input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU). reduction: none, sum, mean or batchmean;
     size_average=False and reduce=False are torch's deprecated spellings of sum and none. log_target: whether the target
     holds log-probabilities. eps: replaces smaller target probabilities inside the logarithm. The target gets no
-    gradient. Returns [] or [n_rows, n_cols] in the dtype that torch promotes the two to, fp32 under autocast.
+    gradient. Returns [] or [n_rows, n_cols] in the promoted dtype of both, fp32 under autocast.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     options = _options("liger_kl_div", size_average, reduce, reduction, log_target, eps)

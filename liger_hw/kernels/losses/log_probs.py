@@ -2,10 +2,10 @@
 
 With s = softcap * tanh(logits / softcap) / temperature of a row, p = softmax(s), and target y:
     log_prob = log p[y]      entropy = -sum p log p      is_top1 = (argmax logits == y)
-Rows whose target is ignore_index have results and a gradient of exactly zero. From hidden states:
-`fused_linear_log_probs`.
+Rows whose target is ignore_index have results and a gradient of exactly zero. `fused_linear_log_probs` takes hidden
+states instead of logits.
 
-Saved for backward: the logits, a log-sum-exp a row, and the entropy. The kernels are in log_prob_rows.py.
+Saved for backward: the logits, a log-sum-exp per row, and the entropy. The kernels are in log_prob_rows.py.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from .log_prob_rows import (
 class LogProbsOutput(NamedTuple):
     """Log-probabilities and the results of the return_* options that are set.
 
-    log_probs, entropy: fp32, of the target's shape; is_top1: bool, of the same shape: whether the target is the largest
-    logit, the first of equal ones; selected: [..., k] log-probabilities of selected tokens (`fused_linear_log_probs`)
+    log_probs, entropy: fp32, of the target's shape; is_top1: bool, of this shape: whether the target is the first
+    column of the largest logit; selected: [..., k] log-probabilities of selected tokens (`fused_linear_log_probs`)
     """
 
     log_probs: torch.Tensor
@@ -59,13 +59,13 @@ class LogProbsOutput(NamedTuple):
 
 
 def pack_log_probs(log_probs, entropy, is_top1, selected=None) -> torch.Tensor | LogProbsOutput:
-    """A LogProbsOutput, or the log-probabilities alone if the others are None."""
+    """A LogProbsOutput, or only the log-probabilities if the other results are None."""
     output = LogProbsOutput(log_probs, entropy, is_top1, selected)
     return log_probs if all(t is None for t in output[1:]) else output
 
 
 def next_tokens(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """The token after each of target [..., length]; ignore_index after the last."""
+    """The next token of every token in target [..., length]; ignore_index for the last."""
     return F.pad(target, (0, 1), value=ignore_index)[..., 1:]
 
 
@@ -81,7 +81,7 @@ def log_probs_reference(
     shift_labels: bool = False,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor | LogProbsOutput:
-    """The specification in plain torch, in fp32 (fp64 for fp64). bias and selected_token_ids are for a head."""
+    """The specification in plain torch, in fp32 (fp64 for fp64). bias, selected_token_ids: for linear heads."""
     target = next_tokens(target, ignore_index) if shift_labels else target
     rows, y = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     options = log_prob_options("log_probs_reference", ignore_index, temperature, softcap)
@@ -94,7 +94,7 @@ def log_probs_reference(
 
 
 def selected_reference(logits, lse, target, bias, ids, options: LogProbOptions) -> torch.Tensor:
-    """[n_rows, k] log-probabilities of some tokens, zero in ignored rows."""
+    """Log-probabilities [n_rows, k] of the tokens ids [k], zero in ignored rows."""
     bias = bias if bias is None else bias.index_select(0, ids)
     log_p = scores_reference(logits.index_select(1, ids), bias, options) - lse[:, None]
     return log_p.masked_fill((target == options.ignore_index)[:, None], 0.0)
@@ -121,9 +121,9 @@ def results_of(out: LogProbs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 
 
 def _write_gradient(dlogits, dlogp, dentropy, logits, target, lse, entropy, options: LogProbOptions, plain=False):
-    saved, slopes = LogProbs(lse, lse, entropy), None if dentropy is None else dentropy.contiguous()
+    saved, dentropy = LogProbs(lse, lse, entropy), None if dentropy is None else dentropy.contiguous()
     rows = logits, target.contiguous(), saved, dlogp.contiguous(), options
-    row_log_prob_gradients(*rows, entropy_coef=slopes, dlogits=dlogits, uses_padding=False, tunable=BWD, plain=plain)
+    row_log_prob_gradients(*rows, entropy_coef=dentropy, dlogits=dlogits, uses_padding=False, tunable=BWD, plain=plain)
 
 
 def _bwd(dlogp, dentropy, logits, *saved, plain=False):
@@ -188,7 +188,7 @@ class LogProbsFunction(Function):
         ctx.options, ctx.has_entropy, ctx.inplace = options, return_entropy, inplace
         ctx.mark_non_differentiable(top, *(() if return_entropy else (entropy,)))
         ctx.set_materialize_grads(False)
-        # a copy, since the caller may change it in place; it is small
+        # The entropy is copied, because the caller may change the result in place.
         return logp, entropy.clone() if return_entropy and any(ctx.needs_input_grad) else entropy, top
 
     @staticmethod
@@ -203,7 +203,7 @@ class LogProbsFunction(Function):
         if not ctx.inplace or graph_is_kept():
             return log_probs_bwd(*call), None, None, None, None, None
         log_probs_bwd_(*call)
-        # for other graphs that saved the logits: the operator was called without the dispatcher, which would do this
+        # For other graphs that saved the logits. torch's dispatcher, which would do this, did not call the operator.
         torch.autograd.graph.increment_version(logits)
         return logits.detach(), None, None, None, None, None
 
@@ -221,8 +221,8 @@ def liger_log_probs(
     """Log-probability of each target under softmax(softcap(logits) / temperature).
 
     logits: [..., n_cols] fp32, fp16 or bf16 (fp64 on the CPU); target: [...] int64 or int32, the token that each row
-    predicts; with shift_labels=True the tokens of the sequences, [..., length]: a row predicts the next token, the last
-    row none. temperature, softcap: positive numbers; a softcap replaces logits by softcap * tanh(logits / softcap).
+    predicts, or with shift_labels=True the tokens of the sequences, [..., length]: a row predicts the next token, the
+    last row none. temperature, softcap: positive numbers. softcap replaces logits by softcap * tanh(logits / softcap).
     return_entropy: the entropy of each row in nats, differentiable; return_top1: see `LogProbsOutput`.
     Returns the log-probabilities, fp32 of the target's shape, or a `LogProbsOutput` if a return_* option is set. Rows
     at ignore_index have zeros.

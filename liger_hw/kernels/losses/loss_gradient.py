@@ -1,8 +1,8 @@
-"""The gradient that a loss's forward has computed, times the incoming one: the backward of every loss on rows.
+"""Backward of the losses on rows: the gradient that the forward computed, times the incoming gradient.
 
-The incoming gradient is read on the device. In place, the kernel returns at once where it is 1, as in
-`loss.backward()`. Entries of exactly zero stay zero: ignored rows have them, and torch gives these rows no gradient
-even where the incoming one is infinite or nan (a summed loss divided by zero counted tokens).
+The incoming gradient is read on the device. If it is 1, as in `loss.backward()`, the kernels in place skip the tiles.
+Zeros stay zero even if the incoming gradient is infinite or nan (a summed loss divided by zero counted tokens), because
+ignored rows are zeros and torch gives them no gradient.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ..rows.tuning import DIMS, persistent_misfit
 
 
 @triton.jit
-def _scale_tile(G_ptr, OUT_ptr, at, mask, scale):
-    g = tl.load(G_ptr + at, mask=mask, other=0.0).to(tl.float32)
+def _scale_tile(G_ptr, OUT_ptr, offsets, mask, scale):
+    g = tl.load(G_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     g = tl.where(g == 0.0, g, g * scale)
     if OUT_ptr is None:
-        tl.store(G_ptr + at, g.to(G_ptr.dtype.element_ty), mask=mask)
+        tl.store(G_ptr + offsets, g.to(G_ptr.dtype.element_ty), mask=mask)
     else:
-        tl.store(OUT_ptr + at, g.to(OUT_ptr.dtype.element_ty), mask=mask)
+        tl.store(OUT_ptr + offsets, g.to(OUT_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _scale_kernel(G_ptr, OUT_ptr, GO_ptr, STATS_ptr, n_elements, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """OUT = G * GO, with STATS also times STATS[4], the 1 / denominator of a mean. In place without OUT.
+    """OUT = G * GO, with STATS also times STATS[4], which is 1 / a mean's denominator. Without OUT, in place.
 
-    TAIL: n_elements is not a multiple of 16; the first program takes the rest, so that the tiles' accesses stay wide.
+    TAIL: n_elements is not a multiple of 16; the first program takes the remainder, so that tiles are accessed widely.
     """
     scale = tl.load(GO_ptr).to(tl.float32)
     if STATS_ptr is not None:
@@ -47,18 +47,18 @@ def _scale_kernel(G_ptr, OUT_ptr, GO_ptr, STATS_ptr, n_elements, TAIL: tl.conste
         stop = tl.where(scale == 1.0, 0, n_tiled)
     first = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
     for start in tl.range(first, stop, tl.num_programs(0) * BLOCK_SIZE):
-        at = start + tl.arange(0, BLOCK_SIZE)
-        _scale_tile(G_ptr, OUT_ptr, at, at < n_tiled, scale)
+        offsets = start + tl.arange(0, BLOCK_SIZE)
+        _scale_tile(G_ptr, OUT_ptr, offsets, offsets < n_tiled, scale)
     if TAIL:
-        at = n_tiled + tl.arange(0, 16).to(tl.int64)
-        _scale_tile(G_ptr, OUT_ptr, at, (at < n_elements) & (first == 0), scale)
+        offsets = n_tiled + tl.arange(0, 16).to(tl.int64)
+        _scale_tile(G_ptr, OUT_ptr, offsets, (offsets < n_elements) & (first == 0), scale)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _scale_rows_kernel(
     G_ptr, OUT_ptr, GO_ptr, GO_stride, n_rows, n_cols, VECTOR: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """OUT = G * GO, one factor a row. In place without OUT: the tiles of rows with a factor of 1 are then skipped."""
+    """OUT = G * GO, one factor per row. Without OUT, in place: the tiles of rows with a factor of 1 are skipped."""
     cols = tl.arange(0, BLOCK_SIZE)
     for row in tl.range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
         scale = tl.load(GO_ptr + row * GO_stride).to(tl.float32)
@@ -105,7 +105,7 @@ def _bwd(grad, grad_output, stats):
 
 
 def _bwd_in_place(grad, grad_output, stats, out=None) -> None:
-    """out = grad * grad_output, a scalar or one factor a row. out: by default grad."""
+    """out = grad * grad_output. grad_output: a scalar or one factor per row; out: by default grad."""
     n_elements = grad.numel()
     if not n_elements:
         return
@@ -134,7 +134,7 @@ def _bwd_in_place_reference(grad, grad_output, stats):
 
 def _misfit(grad, grad_output, stats) -> str:
     if grad_output.dim() and grad.dim() != 2:
-        return f"grad must be [n_rows, n_cols] for one number a row, got {tuple(grad.shape)}"
+        return f"grad must be [n_rows, n_cols] for a grad_output [n_rows], got {tuple(grad.shape)}"
     return ""
 
 
@@ -160,7 +160,7 @@ cross_entropy_bwd_ = define(
 def scale_gradient(
     grad: torch.Tensor, grad_output: torch.Tensor, stats: torch.Tensor, kept: bool | None = None
 ) -> torch.Tensor:
-    """grad, which a forward saved, times the incoming gradient; in place unless the graph is kept. For use in backward.
+    """The saved `grad` times the incoming gradient, in place unless the graph is kept. To be called in backward.
 
     kept: the result of `graph_is_kept`, if the caller has it
     """
@@ -171,9 +171,9 @@ def scale_gradient(
 
 
 def gradient_of(loss: Callable[..., torch.Tensor], logits: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-    """d(sum of loss(logits) * slope) / d(logits) by autograd, in fp32 or fp64.
+    """The gradient of sum(loss(logits) * slope) with respect to logits by autograd, in fp32 or fp64.
 
-    Not for fake tensors, which an operator's fake gives its reference: autograd's thread of a GPU has no fake mode.
+    For fake tensors, which operators pass to references, it is only allocated: autograd's GPU thread has no fake mode.
     """
     if hasattr(logits, "fake_mode"):
         return logits.new_empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -11,13 +11,13 @@ import torch
 class OptionsModule(torch.nn.Module):
     """A loss as a module. A subclass is a dataclass (eq=False, repr=False) whose fields are the loss's options.
 
-    A loss with buffers is not a dataclass: it names its options in `option_names` and calls `set_options`. Options may
-    be changed after construction: every call reads them.
+    A loss with buffers is not a dataclass: it lists its options in `option_names` and calls `set_options`. Every call
+    reads the options, so they may be changed after construction.
     """
 
     option_names: Sequence[str]
     without_effect: tuple[str, ...] = ()
-    """Fields that are accepted and change nothing."""
+    """Fields that are accepted and ignored."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class OptionsModule(torch.nn.Module):
         self.check()
 
     def check(self) -> None:
-        """Raise for options that are not valid."""
+        """Raise for an invalid option."""
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Total variation distance of two distributions.
 
     term = |p - q| / 2, with the derivative 0 at a tie
-    none  every term [n_rows, n_cols]     sum  of all     batchmean  sum / rows that count     mean  that / n_cols
-Where no row counts the loss is zero. Everything is computed in fp32, by the kernel of divergence_rows.py.
+    none  every term [n_rows, n_cols]     sum  of all     batchmean  sum / counted rows     mean  batchmean / n_cols
+If no row counts, the loss is zero. Everything is computed in fp32, by the kernel of divergence_rows.py.
 Saved for backward: the gradient of p, which the forward writes; with reduction="none" p and q.
 
 Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation",
@@ -42,7 +42,7 @@ def liger_tvd(
 
     input, target: [n_rows, n_cols] fp32, fp16 or bf16 (fp64 too on the CPU); shift_labels: [n_rows] int64 or int32,
     rows at ignore_index do not count; reduction: none, sum, mean or batchmean. The target gets no gradient.
-    Returns [] or [n_rows, n_cols] in the dtype that torch promotes the two to, fp32 under autocast.
+    Returns [] or [n_rows, n_cols] in the promoted dtype of both, fp32 under autocast.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
     options = _options("liger_tvd", reduction, ignore_index)

@@ -2,14 +2,14 @@
 
 For a row of logits s over the whole vocabulary of V, target y and smoothing e, with lse = log(sum(exp(s))):
     pytorch   loss = (1 - e) (lse - s[y]) + e (lse - mean(s))
-    megatron  the same with e V / (V - 1) for e
+    megatron  the same with e V / (V - 1) in place of e
 
-Mode "global" takes the mean over the whole vocabulary. Mode "partition", as in Megatron, takes the mean and V of each
-rank's part only: the losses of the ranks differ, and each row exchanges one number less.
+Mode "global" takes the mean over the whole vocabulary. Mode "partition", as in Megatron, takes the mean and V over the
+rank's part only, so that the losses of the ranks differ.
 Each rank has a part of the columns, in the order of the ranks; parts may be unequal (vocab_parts.py).
 Rows whose target is ignore_index have no loss and a gradient of exactly zero. Everything is computed in fp32.
-Saved for backward: the logits and one log-sum-exp a row. The forward exchanges the widths of the parts and two numbers
-a row (three with smoothing); backward exchanges nothing.
+Saved for backward: the logits and one log-sum-exp per row. The forward exchanges the widths of the parts and two
+numbers per row (three for smoothing in mode "global"); backward exchanges nothing.
 
 Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
 """
@@ -46,7 +46,7 @@ from .log_prob_rows import (
     row_log_probs,
 )
 from .options_module import OptionsModule
-from .vocab_parts import IGNORED, checked_group, gather_rows, own_targets, vocab_part
+from .vocab_parts import IGNORED, checked_group, gather_rows, local_targets, vocab_part
 
 _NAME = "liger_vocab_parallel_cross_entropy"
 FORMULAS, MODES = ("pytorch", "megatron"), ("global", "partition")
@@ -72,7 +72,7 @@ def vocab_parallel_cross_entropy_reference(
 
 
 def _smoothing(smoothing: float, formula: str, width: Any) -> Any:
-    """The factor e of a formula for V = width. V - 1 is clamped to 1: with one column any e gives the same loss."""
+    """e of the formula, for V = width. V - 1 is clamped to 1: with one column any e gives the same loss."""
     if formula != "megatron":
         return smoothing
     return smoothing * width / ((width - 1).clamp_min(1) if isinstance(width, torch.Tensor) else max(width - 1, 1))
@@ -83,32 +83,32 @@ FWD, BWD = log_prob_tunables("vocab_parallel_cross_entropy")
 
 
 @torch.no_grad()
-def _fwd(logits, mine, logit_sum, plain=False):
+def _fwd(logits, column, logit_sum, plain=False):
     out = log_prob_buffers(logits.shape[0], logits, logit_sum=logit_sum)
-    rows = row_major(logits), mine.contiguous(), out, _OPTIONS
+    rows = row_major(logits), column.contiguous(), out, _OPTIONS
     row_log_probs(*rows, uses_padding=False, tunable=FWD, plain=plain)
     return out.lse, out.lse + out.logp, absent(out.lse) if out.logit_sum is None else out.logit_sum
 
 
 @torch.no_grad()
-def _bwd(logits, mine, lse, target_coef, softmax_coef, smoothing_term, plain=False):
+def _bwd(logits, column, lse, target_coef, softmax_coef, smoothing_term, plain=False):
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    rows = row_major(logits), mine.contiguous(), LogProbs(lse, lse), target_coef, _OPTIONS
+    rows = row_major(logits), column.contiguous(), LogProbs(lse, lse), target_coef, _OPTIONS
     coefs = {"softmax_coef": softmax_coef, "smoothing_term": smoothing_term}
     row_log_prob_gradients(*rows, **coefs, dlogits=dx, uses_padding=False, tunable=BWD, plain=plain)
     return dx
 
 
 vocab_parallel_rows = define(
-    "vocab_parallel_cross_entropy_fwd(Tensor logits, Tensor mine, bool logit_sum) -> (Tensor, Tensor, Tensor)",
-    shapes="logits [n_rows, n_cols]; int mine [n_rows]",
+    "vocab_parallel_cross_entropy_fwd(Tensor logits, Tensor column, bool logit_sum) -> (Tensor, Tensor, Tensor)",
+    shapes="logits [n_rows, n_cols]; int column [n_rows]",
     launcher=_fwd,
     reference=partial(_fwd, plain=True),
 )
 vocab_parallel_gradient = define(
-    "vocab_parallel_cross_entropy_bwd(Tensor logits, Tensor mine, Tensor lse, Tensor target_coef, "
+    "vocab_parallel_cross_entropy_bwd(Tensor logits, Tensor column, Tensor lse, Tensor target_coef, "
     "Tensor softmax_coef, Tensor? smoothing_term) -> Tensor",
-    shapes="logits [n_rows, n_cols]; int mine [n_rows]; lse, target_coef, softmax_coef, smoothing_term [n_rows]",
+    shapes="logits [n_rows, n_cols]; int column [n_rows]; lse, target_coef, softmax_coef, smoothing_term [n_rows]",
     launcher=_bwd,
     reference=partial(_bwd, plain=True),
     fake=("logits",),
@@ -121,37 +121,37 @@ class VocabParallelCEFunction(Function):
         logits, y = vocab_parallel_logits.flatten(0, -2), target.flatten()
         n_cols, partition = logits.shape[1], mode == "partition"
         part = vocab_part(n_cols, tp_group, logits.device)
-        local = own_targets(_NAME, y, n_cols, part, ignore_index, masked=True)
-        lse, s_y, total = vocab_parallel_rows(logits, local.mine, label_smoothing != 0.0)
-        s_y = torch.where(local.here, s_y, 0.0)
+        local = local_targets(_NAME, y, n_cols, part, ignore_index, masked=True)
+        lse, s_y, total = vocab_parallel_rows(logits, local.column, label_smoothing != 0.0)
+        s_y = torch.where(local.is_local, s_y, 0.0)
         sums = [s_y] if partition or not label_smoothing else [s_y, total]
         gathered = gather_rows([lse, *sums], part)
         lse, (s_y, *summed) = torch.logsumexp(gathered[0], 0), gathered[1:].sum(1)
         smoothing, per_class = 0.0, None
         if label_smoothing:
-            width = torch.full_like(lse[:1], n_cols) if partition else part.whole.to(lse.dtype)
+            width = torch.full_like(lse[:1], n_cols) if partition else part.vocab.to(lse.dtype)
             smoothing = _smoothing(float(label_smoothing), formula, width)
             per_class = smoothing / width
         loss = lse - (1.0 - smoothing) * s_y
         if label_smoothing:
             loss = loss - per_class * (total if partition else summed[0])
         loss = loss.masked_fill(~local.counted, 0.0)
-        target_coef = local.here.to(lse.dtype) * (smoothing - 1.0)  # zero where another rank has the target
+        target_coef = local.is_local.to(lse.dtype) * (smoothing - 1.0)  # zero where another rank has the target
         ctx.save_for_backward(
-            vocab_parallel_logits, local.mine, lse, target_coef, *(() if per_class is None else (per_class,))
+            vocab_parallel_logits, local.column, lse, target_coef, *(() if per_class is None else (per_class,))
         )
         return loss if loss.shape == target.shape else no_view(loss, target.shape)
 
     @staticmethod
     @first_order
     def backward(ctx, grad_output):
-        logits, mine, lse, target_coef, *per_class = ctx.saved_tensors
+        logits, column, lse, target_coef, *per_class = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return (None,) * 7
         go = grad_output.flatten().to(lse.dtype)
-        at_target = torch.where(target_coef == 0, 0.0, target_coef * go)  # 0 where another rank has the target
-        coefficients = at_target, -go, -per_class[0] * go if per_class else None
-        dx = vocab_parallel_gradient(logits.flatten(0, -2), mine, lse, *coefficients)
+        target_coef = torch.where(target_coef == 0, 0.0, target_coef * go)  # zero stays zero for any go
+        coefficients = target_coef, -go, -per_class[0] * go if per_class else None
+        dx = vocab_parallel_gradient(logits.flatten(0, -2), column, lse, *coefficients)
         return dx.view(logits.shape), *(None,) * 6
 
 
@@ -169,8 +169,8 @@ def liger_vocab_parallel_cross_entropy(
     vocab_parallel_logits: [..., n_cols], this rank's part; fp32, fp16 or bf16 (fp64 on the CPU). target: [...] int64 or
     int32, indices into the whole vocabulary, the same on every rank. tp_group: a ProcessGroup, or None if this rank has
     the whole vocabulary. label_smoothing_formula: `pytorch`, or `megatron`, which multiplies label_smoothing by
-    V / (V - 1). label_smoothing_mode: smooth over the whole vocabulary (`global`) or each rank's part (`partition`).
-    Every rank must call it. Returns the loss of every token in fp32, on all ranks the same unless in mode `partition`.
+    V / (V - 1). label_smoothing_mode: smooth over the whole vocabulary (`global`) or this rank's part (`partition`).
+    Every rank must call it. Returns the loss of every token in fp32, the same on all ranks except in mode `partition`.
     A target outside the vocabulary has score 0, as in Megatron: its loss is the log-sum-exp and its gradient (without
     smoothing) the softmax, both finite, so that a mask can remove them. LIGER_HW_CHECK_TARGETS=1: `IndexError`.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
@@ -222,7 +222,7 @@ class LigerVocabParallelCrossEntropy(OptionsModule):
 
 
 WORKLOADS = {"llama3_8b_tp8": (8192, 16032), "qwen3_8b_tp4": (8192, 37984), "mistral_7b": (8192, 32768)}
-"""(n_rows, n_cols) of one rank."""
+"""Name -> (n_rows, n_cols) of one rank."""
 sample = partial(sample_logits, passes=3)
 OP = registry.register_file(
     __name__,

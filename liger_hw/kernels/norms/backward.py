@@ -22,6 +22,7 @@ from ...runtime.dependent_launch import is_small_launch, wait_for_previous
 from ...runtime.operator import cdiv, dense, empty_like, launch, no_weight, row_major, rows_of
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
+    aligned_programs,
     as_column,
     blocks_key,
     count_tiles,
@@ -33,7 +34,6 @@ from ..rows.blocks import (
     row_sums,
     row_sums_of_two,
     second_columns,
-    share_tiles,
     store_columns,
     store_tile,
     tile_count,
@@ -383,7 +383,7 @@ def norm_backward(
         whole, block_2, vector = row_layout(n_cols, block, x, dy, ds, dx)
         n_tiles, col_tiles = count_tiles(n_rows, rows, vector), 1 if whole else cdiv(n_cols, block)
         means = None if whole else row_means(tunables.means, dy, x, w, stats, offset, subtract_mean)
-        programs = share_tiles(plan.programs // col_tiles, n_tiles, vector)
+        programs = aligned_programs(plan.programs // col_tiles, n_tiles, vector)
         # with many rows a loop of one iteration costs next to nothing
         one_tile = whole and programs == n_tiles and n_rows <= 4 * plan.target.multiprocessors
         sum_rows, sum_programs = 0 if one_tile else None, 0

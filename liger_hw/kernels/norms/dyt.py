@@ -20,11 +20,11 @@ from ...runtime.operator import OperatorFunction, cdiv, define, dense, empty_lik
 from ...runtime.sharding import RowsRule
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
+    aligned_programs,
     count_tiles,
     first_columns,
     load_columns,
     load_tile,
-    share_tiles,
     store_columns,
     store_tile,
     tile_mask,
@@ -265,7 +265,7 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
     # one tile for all rows if possible: otherwise another launch sums dgamma
     vector = 1 if n_rows <= blocks["ROWS"] else row_vector(x, dy, dx)
     n_tiles, col_tiles = count_tiles(n_rows, blocks["ROWS"], vector), cdiv(n_cols + vector - 1, blocks["BLOCK_SIZE"])
-    programs = share_tiles(plan.programs // col_tiles, n_tiles, vector)
+    programs = aligned_programs(plan.programs // col_tiles, n_tiles, vector)
     partial = alpha_partial = None
     if parts:
         partial = partial_sums(x, programs, parts * n_cols, dtype)

@@ -17,6 +17,7 @@ from ...runtime.dependent_launch import wait_for_previous
 from ...runtime.operator import dense, empty_like, launch, row_major, rows_of
 from ...runtime.triton_import import tl, triton
 from ..rows.blocks import (
+    aligned_programs,
     as_column,
     blocks_key,
     count_tiles,
@@ -27,7 +28,6 @@ from ..rows.blocks import (
     row_layout,
     row_sums,
     second_columns,
-    share_tiles,
     squared,
     store_at,
     store_tile,
@@ -305,7 +305,7 @@ def norm_forward(tunable, x, w, eps, offset, casting, residual=None, b=None, sub
         n_tiles = programs = count_tiles(n_rows, plan.config.blocks["ROWS"], vector)
         loop = whole and 0 < plan.programs < n_tiles
         if loop:
-            programs = share_tiles(plan.programs, n_tiles, vector)
+            programs = aligned_programs(plan.programs, n_tiles, vector)
         tensors = x, residual, w, b, y, s, stats
         numbers = stride, r_stride, n_rows, n_cols, eps, offset
         flags = casting, subtract_mean, whole, block_2, vector, loop

@@ -18,7 +18,7 @@ from ...registry import Key, LaunchConfig, Sample, Target, normal
 from ...runtime.cooperative import resident_options
 from ...runtime.operator import OperatorFunction, check, check_numbers, define
 from ...runtime.sharding import RowsRule
-from ..rows.blocks import most_columns
+from ..rows.blocks import max_columns
 from ..rows.tuning import fwd_heuristic, fwd_space, row_sample
 from .backward import backward_tunables, norm_backward
 from .forward import GEMMA, norm_forward, norm_forward_tunable
@@ -58,7 +58,7 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 def _persistent(target: Target, key: Key, warps: int, stages: int, ctas: int) -> LaunchConfig | None:
     """A persistent grid, with registers limited to a program's share; None where the compiler cannot limit them, or the
     rows in flight do not fit shared memory."""
-    if not target.cooperative or ctas * (stages - 1) * most_columns(key[0]) * key[2] > target.shared_memory:
+    if not target.cooperative or ctas * (stages - 1) * max_columns(key[0]) * key[2] > target.shared_memory:
         return None
     registers = {"maxnreg": resident_options(target, warps, ctas)["maxnreg"]}
     return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": 1}, warps, stages, ctas, vendor=registers)

@@ -21,7 +21,7 @@ from ..rows.blocks import (
     load_row_values,
     load_scale,
     load_tile,
-    most_columns,
+    max_columns,
     row_sums,
     second_columns,
     squared,
@@ -466,7 +466,7 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
     rows = 1 if singly else rows_per_program(target, key[1], max(1, min(32, 4096 // block)))
     tile = block * rows
     ctas = max(1, min(16 if singly else 4, 16384 // tile))
-    in_flight = 3 * most_columns(block) * rows * key[2]  # x, and at worst a scale and a shift a row
+    in_flight = 3 * max_columns(block) * rows * key[2]  # x, and at worst a scale and a shift a row
     stages = min(3, 1 + target.shared_memory // in_flight)
     if block < key[0] or 1 << key[1] <= rows * ctas * target.multiprocessors:
         stages = 1
@@ -478,7 +478,7 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
     configs = []
     for block in sorted({min(key[0], 8192), min(key[0], WIDEST_BLOCK)}):
         how = {"per_thread": (8, 64), "stages": (1, 2, 3, 4), "ctas": (1, 2, 3, 4, 6, 8, 16)}
-        in_flight = 3 * key[2] * most_columns(block) // block  # a row in two blocks has more columns than its first
+        in_flight = 3 * key[2] * max_columns(block) // block  # a row in two blocks has more columns than its first
         configs += tile_space(target, row_tiles({block}), (1, 2, 4, 8, 16), **how, staged_bytes=in_flight)
     return configs
 

@@ -1,14 +1,14 @@
 """Rows held whole by a program, in one block or in two.
 
-A Triton block is a power of two wide, so a row of 2304 columns would leave 44% of a block of 4096 idle. Such a row is
-taken as a first block of BLOCK_SIZE columns and a second one of BLOCK_2 (0: no second block). Names of the second
-block's columns, values and masks end in _2.
+A Triton block is a power of two wide, so a row of 2304 columns would leave 44% of a block of 4096 idle. Instead it is
+held in a first block of BLOCK_SIZE columns and a second block of BLOCK_2 columns (0: no second block). Names of the
+second block's columns, values and masks end in _2.
 
-Rows that begin anywhere are laid out as row.py says: position p of a row's blocks holds column p - pad. The rows of a
-program are VECTOR apart, so that they have the same pad, and weights and sums of columns are at the same positions.
+Rows that do not begin at 16 bytes have the layout of row.py: position p of the blocks holds column p - pad. The rows of
+a program are VECTOR rows apart, so that they have the same pad, and weights and column sums have the same positions.
 
-The device functions take None for a second block or a tensor that does not exist, and return None for it. They never
-return None in a tuple, which works from Triton 3.7 on.
+The device functions take None for a second block or a tensor that does not exist, and return None for it. They do not
+return None in a tuple, which needs Triton 3.7.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from ...runtime.load_hint import load_with_hint
 from ...runtime.triton_import import tl, triton
 from .row import align_down, holds_column, in_touched_vector, in_whole_vector, row_vector
 
-_NARROWEST_FIRST, WIDEST_FIRST = 1024, 8192
-"""Widths of a first block that has a second one: padding costs narrower rows little, wider ones do not fit."""
+_MIN_FIRST_BLOCK, _MAX_FIRST_BLOCK = 1024, 8192
+"""Limits for a first block with a second block: narrower rows lose little by padding, wider rows do not fit."""
 
 # -- how rows are laid out, on the host ------------------------------------------------------------------------------
 
 
 def row_blocks(n_cols: int, block: int) -> tuple[bool, int]:
-    """(whether a block of `block` columns and a second one hold rows of `n_cols`, the width of the second)."""
+    """(whether a block of `block` columns and a second block hold n_cols columns, the width of the second block)."""
     rest = n_cols - block
     if rest <= 0:
         return True, 0
-    # a second block of more than half the first would make the two as wide as the next power of two; one of less than
-    # an eighth gives a thread under 4 bytes, and such loads are not pipelined
-    if rest <= block // 2 and _NARROWEST_FIRST <= block <= WIDEST_FIRST:
+    # With a second block of more than half the first, one block of the next power of two is as good. A second block of
+    # less than an eighth gives a thread under 4 bytes, and these loads are not pipelined.
+    if rest <= block // 2 and _MIN_FIRST_BLOCK <= block <= _MAX_FIRST_BLOCK:
         return True, max(block // 8, next_power_of_2(rest))
     return False, 0
 
 
-def most_columns(columns: int) -> int:
-    """The most columns that a program holds, in both blocks, for the key's `columns`."""
-    return columns + columns // 2 if _NARROWEST_FIRST <= columns <= WIDEST_FIRST else columns
+def max_columns(columns: int) -> int:
+    """The most columns that both blocks hold, if the key has `columns`."""
+    return columns + columns // 2 if _MIN_FIRST_BLOCK <= columns <= _MAX_FIRST_BLOCK else columns
 
 
 def blocks_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """`row_key` of the first block, with a last 1 for two blocks, or a last 0 for one block and rows of odd width."""
+    """`row_key` of the first block, followed by 1 for two blocks, or by 0 for one block of rows of odd width."""
     first = 1 << max(0, n_cols.bit_length() - 1)
     if row_blocks(n_cols, first)[1]:
         return (*row_key(n_rows, first, itemsize), 1)
@@ -55,8 +55,8 @@ def blocks_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
 
 
 def row_layout(n_cols: int, block: int, *tensors: torch.Tensor | None) -> tuple[bool, int, int]:
-    """(WHOLE_ROW, BLOCK_2, VECTOR) for the rows of row-major tensors: the widest vectors whose pad does not need a
-    second block for itself, which is slower than narrow vectors."""
+    """(WHOLE_ROW, BLOCK_2, VECTOR) for the rows of row-major tensors: the widest vectors whose pad does not add a
+    second block, which would be slower than narrow vectors."""
     whole, block_2 = row_blocks(n_cols, block)
     vector = row_vector(*tensors) if whole and n_cols & 15 else 1
     while vector > 1:
@@ -68,13 +68,13 @@ def row_layout(n_cols: int, block: int, *tensors: torch.Tensor | None) -> tuple[
 
 
 def count_tiles(n_rows: int, rows: int, vector: int) -> int:
-    """Tiles of `rows` rows, `vector` apart, in `n_rows`."""
+    """The number of tiles in n_rows. A tile has `rows` rows that are `vector` rows apart."""
     full, rest = divmod(n_rows, rows * vector)
     return full * vector + min(rest, vector)
 
 
-def share_tiles(programs: int, n_tiles: int, vector: int) -> int:
-    """The number of programs, at most about `programs`, with which all rows of a program have the same pad."""
+def aligned_programs(programs: int, n_tiles: int, vector: int) -> int:
+    """The number of programs, about `programs` at most, with which all rows of a program have the same pad."""
     return min(n_tiles, max(vector, programs // vector * vector))
 
 
@@ -90,14 +90,14 @@ def tile_count(n_rows, ROWS: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def tile_rows(tile, ROWS: tl.constexpr, VECTOR: tl.constexpr):
-    """The rows of a tile, int64: VECTOR apart."""
+    """The row numbers of a tile, int64: VECTOR rows apart."""
     first = tile * ROWS if VECTOR == 1 else tile // VECTOR * (VECTOR * ROWS) + tile % VECTOR
     return (first + VECTOR * tl.arange(0, ROWS)).to(tl.int64)
 
 
 @triton.jit
 def first_columns(start, n_cols, BLOCK_SIZE: tl.constexpr, BLOCK_2: tl.constexpr, pad=0, VECTOR: tl.constexpr = 1):
-    """(positions, which of them hold columns) of the first block; a constant mask with a second block and no pad."""
+    """(positions, which of them hold columns) of the first block. With a second block and no pad, all do."""
     positions = start + tl.arange(0, BLOCK_SIZE)
     if BLOCK_2 and VECTOR == 1:
         exist = tl.full([BLOCK_SIZE], 1, tl.int1)
@@ -128,14 +128,14 @@ def tile_mask(row_mask, exist):
 
 @triton.jit
 def touched_mask(row_mask, positions, pad, n_cols, VECTOR: tl.constexpr):
-    """[rows, positions]: the whole vectors that `load_tile` reads, beyond the row's ends; None if VECTOR is 1."""
+    """[rows, positions]: the vectors that `load_tile` reads whole, past the row's ends; None for VECTOR = 1."""
     exist = None if VECTOR == 1 or positions is None else in_touched_vector(positions, pad, n_cols, VECTOR)
     return tile_mask(row_mask, exist)
 
 
 @triton.jit
 def whole_mask(row_mask, positions, pad, n_cols, VECTOR: tl.constexpr):
-    """[rows, positions]: the whole vectors that `store_tile` stores at once; None if VECTOR is 1."""
+    """[rows, positions]: the vectors that `store_tile` stores whole; None for VECTOR = 1."""
     exist = None if VECTOR == 1 or positions is None else in_whole_vector(positions, pad, n_cols, VECTOR)
     return tile_mask(row_mask, exist)
 
@@ -177,20 +177,20 @@ def store_at(ptrs, value, mask, whole):
 
 @triton.jit
 def load_columns(Ptr, positions, exist, pad=0):
-    """The elements at these positions of a tensor [n_cols], such as a weight, in its dtype."""
+    """The elements of a tensor [n_cols] at these positions, in its dtype."""
     w = None if Ptr is None or positions is None else tl.load(Ptr + (positions - pad), mask=exist, other=0.0)
     return w
 
 
 @triton.jit
 def store_columns(Ptr, positions, value, exist, pad=0):
-    """Store the elements at these positions of a tensor [n_cols], in its dtype."""
+    """Store `value` at these positions of a tensor [n_cols], in its dtype."""
     tl.store(Ptr + (positions - pad), value.to(Ptr.dtype.element_ty), mask=exist)
 
 
 @triton.jit
 def load_row_values(Ptr, rows, row_mask):
-    """A saved statistic of these rows, to be used with tiles."""
+    """A saved statistic of these rows, in the form of `as_column`."""
     return as_column(scalar_if_single(tl.load(Ptr + rows, mask=row_mask, other=0.0)))
 
 
@@ -221,8 +221,8 @@ def squared(x):
 def scalar_if_single(values):
     """`values` [rows], or a scalar for a single row.
 
-    A scalar has no layout. With a tensor in the layout of one block, Triton would convert the other block to it through
-    shared memory, several times a row, where the second block is too narrow for 16 bytes a thread.
+    A scalar has no layout. A tensor has the layout of one block, to which Triton would convert the other block through
+    shared memory, several times per row, if the second block is too narrow for 16 bytes a thread.
     """
     return tl.sum(values, axis=0) if values.shape[0] == 1 else values
 
@@ -251,10 +251,10 @@ def row_sums_of_two(a, b):
 
 @triton.jit
 def keep_narrow(x, value):
-    """x, multiplied by a 1 that depends on `value` [rows, 1] (0 for a NaN, which makes the row NaN in any case).
+    """x times a 1 that is computed from `value` [rows, 1] (0 if value is NaN: the row becomes NaN in any case).
 
-    Without the dependence the compiler would keep an fp32 copy of the row across the reduction that computes `value`,
-    which takes more registers than the row in its narrow dtype.
+    Without this dependence, the compiler would keep an fp32 copy of the row during the reduction that computes `value`,
+    which takes more registers than the row in its 16-bit dtype.
     """
     if x.dtype != tl.float32:
         x = x * tl.where(value == value, 1.0, 0.0).to(x.dtype)

@@ -1,7 +1,7 @@
 """Sum of per-program partial results: [n_partials, n_cols] fp32 -> [n_cols] in any dtype, in one kernel.
 
-A persistent backward leaves one fp32 row of parameter gradients per program. They are summed and cast in one launch, in
-a fixed order (deterministic). If a single program did all the work, its row is the result.
+Each program of a persistent backward writes one fp32 row of parameter gradients. One launch sums and casts the rows, in
+a fixed order (deterministic). With a single program, its row is the result.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def _column_sum_kernel(Partial_ptr, Out_ptr, n_partials, n_cols, BLOCK_M: tl.con
 def column_sum_tunable(
     op: str, dims: tuple[str, ...] = ("n_rows", "n_cols"), columns: Callable[..., int] = lambda *sizes: sizes[-1]
 ) -> Tunable:
-    """The `<op>.dw` tunable. columns: the width of the partial rows, of the problem sizes; by default the last."""
+    """The `<op>.dw` tunable. columns: the partial rows' width from the problem sizes; by default the last size."""
 
     def key(*sizes_and_itemsize: int) -> Key:
         return (next_power_of_2(columns(*sizes_and_itemsize[:-1])),)
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
-        """Column tiles so narrow that every multiprocessor has a program; 1024 rows at once of a single column."""
+        """Column tiles so narrow that every multiprocessor has a program; 1024 rows at once for a single column."""
         if key[0] == 1:
             return LaunchConfig({"BLOCK_M": 1024, "BLOCK_N": 1}, target.warps(1024, 8, 8))
         columns = max(16, min(128, next_power_of_2(key[0] // (2 * target.multiprocessors))))
@@ -57,7 +57,7 @@ def column_sum_tunable(
 
 
 def param_parts(needed: bool, w: torch.Tensor | None, b: torch.Tensor | None) -> int:
-    """The number of parameter gradients of a backward: one a parameter, 0 if not `needed`."""
+    """The number of parameter gradients that backward computes: one per parameter, 0 if not `needed`."""
     return (w is not None) + (b is not None) if needed else 0
 
 
@@ -69,7 +69,7 @@ def params_dtype(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None
 
 
 def partial_sums(x: torch.Tensor, programs: int, n_cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """A buffer [programs, n_cols], fp32, or `dtype` for a single program, whose row is the result."""
+    """A buffer [programs, n_cols] in fp32, or in `dtype` for a single program, whose row is the result."""
     return x.new_empty((programs, n_cols), dtype=dtype if programs == 1 else torch.float32)
 
 

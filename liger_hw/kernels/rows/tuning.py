@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterable
 
 from ...registry import Key, LaunchConfig, Sample, Target, Tunable, row_key, tile_space
 from ...runtime.dependent_launch import is_small_launch
-from .blocks import most_columns
+from .blocks import max_columns
 
 DIMS = ("n_rows", "n_cols")
 WIDEST_BLOCK, WIDEST_TWO_GRADIENTS = 16384, 8192
@@ -85,7 +85,7 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
     ctas = max(1, min(4, 8192 // (block * rows)))
     max_stages = 3
     many_rows = 1 << key[1] > 32 * target.multiprocessors
-    block_bytes = streams * most_columns(block) * key[2]
+    block_bytes = streams * max_columns(block) * key[2]
     if grads and block == 2048:
         rows, ctas, max_stages = 1, 2, 4
     elif block == 1024 and (many_rows if grads > 1 and streams > 2 else grads and key[3:] == (1,)):
@@ -96,7 +96,7 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
         rows, ctas = 1, 1  # with masked vectors (rows of odd width) or a third stream, registers hold only one row
     elif block == 4096 and many_rows and grads == 1 and 4 * block_bytes <= target.shared_memory:
         rows, ctas = 2, 1
-    tile, both_blocks = block * rows, (most_columns(block) if grads else block) * rows
+    tile, both_blocks = block * rows, (max_columns(block) if grads else block) * rows
     stages = 1 + target.shared_memory // (streams * both_blocks * key[2])  # as many as fit
     no_registers = grads and tile > 8192 and not key[3:]  # for tiles in flight
     if 1 << key[1] <= rows * ctas * target.multiprocessors or stages < 3 and both_blocks == tile or no_registers:
@@ -116,7 +116,7 @@ def bwd_space(target: Target, key: Key, streams: int = 2, grads: int = 0) -> lis
     size = streams * key[2]
 
     def fits(config: LaunchConfig) -> bool:
-        columns, rows = most_columns(config.blocks["BLOCK_SIZE"]), config.blocks["ROWS"]
+        columns, rows = max_columns(config.blocks["BLOCK_SIZE"]), config.blocks["ROWS"]
         return size * (config.num_stages - 1) * rows * columns <= target.shared_memory
 
     return [config for config in tile_space(target, tiles, (2, 4, 8, 16), **how, staged_bytes=size) if fits(config)]
