@@ -2,7 +2,7 @@
 
     ce = -log softmax(student)[target]        tvd = sum |softmax(student) - softmax(teacher)| / 2
 Rows whose target is ignore_index have losses and gradient of exactly zero. Everything is computed in fp32, by the
-functions of distill_rows.py. Saved for backward: the logits and five fp32 numbers per row; backward reads the logits once.
+functions of distill_rows.py. Saved for backward: the logits, which it reads once, and five fp32 numbers per row.
 
 Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation",
 https://arxiv.org/abs/2307.15190
