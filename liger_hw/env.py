@@ -1,6 +1,6 @@
-"""Every environment variable liger_hw reads, typed, in one table.
+"""Every environment variable that liger_hw reads, typed, in one table.
 
-All are read at the first use of one, and kept, since `os.environ.get` costs more than a whole registry hit. A value
+The first use of any variable reads and stores all, since `os.environ.get` takes longer than a plan's look-up. A value
 that cannot be parsed raises, an unknown name gives a warning. After changing `os.environ` inside a process, call
 `liger_hw.registry.reload()`.
 """
@@ -29,15 +29,15 @@ def _flag(text: str) -> bool:
     raise ValueError("expected 1 or 0")
 
 
-def _number(convert: Callable[[str], Any], least: float, expected: str) -> Callable[[str], Any]:
-    """A parser of numbers from `least` to 3.2e8; expected: for the error message."""
+def _number(convert: Callable[[str], Any], minimum: float, expected: str) -> Callable[[str], Any]:
+    """A parser of numbers from `minimum` to 3.2e8. expected: in words, for the error"""
 
     def parse(text: str) -> Any:
         try:
             value = convert(text)
         except ValueError:
             value = math.nan
-        if not least <= value < 3.2e8:
+        if not minimum <= value < 3.2e8:
             raise ValueError(f"expected {expected}")
         return value
 
@@ -89,21 +89,21 @@ _TABLE = (
 VARIABLES = {variable.name: variable for variable in _TABLE}
 
 CONFIG_PREFIX = "LIGER_HW_CONFIG_"
-"""`LIGER_HW_CONFIG_<OP>` (JSON of a LaunchConfig; `<OP>__<VARIANT>` for one variant) is layer 0 of the registry."""
+"""`LIGER_HW_CONFIG_<OP>` (JSON of a LaunchConfig; `<OP>__<VARIANT>` for one variant) sets layer 0 of the registry."""
 
 
 class SettingError(ValueError):
-    """A variable of the environment, which the message names, cannot be used as it is set."""
+    """An environment variable has an unusable value; the message names the variable."""
 
 
 def __getattr__(name: str) -> Any:
-    """Value of a LIGER_HW_ variable, as `env.LIGER_HW_DISABLE`; from then on a plain attribute of this module.
+    """Value of a LIGER_HW_ variable (`env.LIGER_HW_DISABLE`). The first call makes all plain attributes of this module.
 
     Raises `SettingError` if any variable that is set cannot be parsed.
     """
     if name not in VARIABLES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    values = {each: _parsed(variable) for each, variable in VARIABLES.items()}
+    values = {known: _parsed(variable) for known, variable in VARIABLES.items()}
     for other in unknown():
         log.warning("liger_hw: %s is set but means nothing%s", other, suggestion(other))
     globals().update(values)
@@ -119,7 +119,7 @@ def _parsed(variable: Variable) -> Any:
 
 
 def launcher_number(name: str, default: int) -> int:
-    """RANK, WORLD_SIZE and the like, as torchrun sets them; the default where the value is not a number."""
+    """A number that torchrun sets, such as RANK or WORLD_SIZE; the default if it is unset or not a number."""
     try:
         return int(os.environ.get(name, default))
     except ValueError:
@@ -127,14 +127,14 @@ def launcher_number(name: str, default: int) -> int:
 
 
 def ignore(name: str) -> None:
-    """Use a variable's default, even if it is set, until `clear()`."""
+    """Use a variable's default until `clear()`, even if it is set."""
     if name not in globals():
         __getattr__(name)  # reads all of them
     globals()[name] = VARIABLES[name].default
 
 
 def explicit_config(op: str, variant: str) -> tuple[str, str] | None:
-    """(variable name, JSON text) of a configuration forced from the environment, else None."""
+    """(variable name, JSON text) of the configuration that the environment sets for a variant, or None."""
     for suffix in (f"{op}__{variant}", op):
         name = CONFIG_PREFIX + suffix.upper()
         if name in os.environ:
@@ -143,7 +143,7 @@ def explicit_config(op: str, variant: str) -> tuple[str, str] | None:
 
 
 def unknown_variants(op: str, variants: list[str]) -> list[str]:
-    """The `LIGER_HW_CONFIG_<OP>__<VARIANT>` that are set for variants that the op does not have."""
+    """The variables `LIGER_HW_CONFIG_<OP>__<VARIANT>` that are set for a variant that the op does not have."""
     prefix = f"{CONFIG_PREFIX}{op.upper()}__"
     known = {prefix + variant.upper() for variant in variants}
     return sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
@@ -169,7 +169,7 @@ def suggestion(name: str) -> str:
 
 
 def _config_names() -> set[str]:
-    """`LIGER_HW_CONFIG_<OP>` of the package's ops, imported or not, and of ops registered from elsewhere."""
+    """`LIGER_HW_CONFIG_<OP>` of the package's ops, imported or not, and of ops from outside the package."""
     names = {module.rpartition(".")[2] for module in EXPORTS} | _registered
     return {CONFIG_PREFIX + name.upper() for name in names}
 
@@ -177,12 +177,12 @@ def _config_names() -> set[str]:
 _registered: set[str] = set()
 
 
-def know_op(name: str) -> None:
-    """Let `LIGER_HW_CONFIG_<OP>` name an op that is registered from outside the package."""
+def know_op_name(name: str) -> None:
+    """Accept `LIGER_HW_CONFIG_<OP>` for an op from outside the package."""
     _registered.add(name)
 
 
 def clear() -> None:
-    """Forget the values read so far; the next use reads the environment again."""
+    """Forget the stored values; the next use reads the environment again."""
     for name in VARIABLES:
         globals().pop(name, None)

@@ -1,4 +1,4 @@
-"""Files: text read with a size limit, caches that several processes write, and the output of commands."""
+"""Reading text with a size limit, locking and replacing files that several processes write, writing output files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Iterator
 
 try:
     import fcntl
-except ImportError:  # not on Windows: there writers do not wait for each other
+except ImportError:  # Windows has none: writers do not wait for each other there
     fcntl = None
 
-LOCK_SECONDS = 60.0  # a process that was stopped while it wrote must not stop others
+LOCK_SECONDS = 60.0  # a limit, since the process that holds the lock may be stopped
 _LIMIT = 32 << 20
 
 
@@ -31,9 +31,9 @@ def read_text(path: str | os.PathLike) -> str:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file that other writers wait for; the system releases it when the process ends in any way.
+    """Hold a lock file, for which other writers wait. The system releases it when the process ends.
 
-    On a file system without locks nothing is locked. Raises `OSError` if another process holds it for LOCK_SECONDS.
+    On a file system without locks nothing is locked. Raises `OSError` after waiting LOCK_SECONDS for another process.
     """
     with open(path, "ab") as file:
         deadline = time.monotonic() + LOCK_SECONDS
@@ -51,15 +51,15 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """`write_bytes` of text in UTF-8."""
+    """`write_bytes` for text, in UTF-8."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_bytes(path: str | os.PathLike, data: bytes) -> None:
     """Write a command's output file. Raises `OSError`.
 
-    A regular file is replaced as a whole and keeps its mode. The target of a symbolic link is written, and the link
-    stays. /dev/stdout, a FIFO and the like are written to as streams.
+    A regular file is replaced as a whole and keeps its mode. For a symbolic link, its target is replaced. A special
+    file, such as /dev/stdout or a FIFO, is written to.
     """
     path = os.fspath(path)
     try:
@@ -81,7 +81,7 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes, mode: int | None = None) -> None:
-    """Put a new file in the place of `path` at once, so that no reader sees half of it. Raises `OSError`.
+    """Replace `path` atomically by a new file, so that no reader sees a part of it. Raises `OSError`.
 
     mode: of the new file (default: 0666 without the umask's bits)
     """

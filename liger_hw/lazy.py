@@ -11,15 +11,15 @@ from typing import Any, Callable, Mapping
 
 
 def lazy(module: str, home: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """(`__all__`, `__getattr__`, `__dir__`) of `module`, whose public names are defined elsewhere.
+    """(`__all__`, `__getattr__`, `__dir__`) for `module`, whose public names other modules define.
 
-    home: name -> full name of the module that defines it, or of the module that it is. A name with a leading underscore
-    can be imported but is not listed.
+    home: name -> full name of the module that defines it, or, for a submodule, its full name. A name with a leading
+    underscore can be imported but is not listed.
     """
     public = [name for name in home if not name.startswith("_")]
 
     def find(name: str) -> Any:
-        if name.startswith("__"):  # an import from a module looks up its __path__
+        if name.startswith("__"):  # the import system looks up __path__
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         if name not in home:
             from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""The table of ops: what a kernel file registers, a stored configuration (`Entry`), and the keys that kernels share.
+"""The table of ops, the classes that describe them (`Op`, `Tunable`, `Plan`, `Entry`), and keys that kernels share.
 
 `register_file(__name__, ...)` at the end of an op's file adds the op; tests, bench, tuner and CLI iterate over `ops()`.
 Callers import these names from `registry`.
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     import torch
 
 Key = tuple[int, ...]
-"""The key of a launch: problem sizes, rounded by the tunable's `key`, and bytes an element."""
+"""The key of a launch: problem sizes, rounded by the tunable's `key` function, and bytes per element."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored configuration, or one that a layer of the registry offers.
+    """A configuration in a stored table or from another layer of the registry.
 
     provenance: at least `{"kind": ...}`; `autotune/store.py` lists the kinds that are stored
-    version: the `Tunable.version` that it was stored for; for another version it is stale
-    source: file and line that it was read from; layer: the layer of the registry that offers it
+    version: the `Tunable.version` for which it was stored, the only one for which it is used
+    source: file and line from which it was read; layer: its layer of the registry
     rejected: why the registry must not use it, or ""
     """
 
@@ -51,17 +51,17 @@ class Entry:
 
 
 def next_power_of_2(n: int) -> int:
-    """Smallest power of two >= n (1 for n <= 1). Triton's function is many times slower."""
+    """Smallest power of two >= n (1 for n <= 1). `triton.next_power_of_2` is many times slower."""
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
 def row_key(n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """Key of a row kernel: columns rounded up to a power of two, log2 bucket of the rows, bytes an element."""
+    """Key of a row kernel: columns rounded up to a power of two, log2 of the rows rounded up, bytes per element."""
     return next_power_of_2(n_cols), (n_rows - 1).bit_length() if n_rows > 1 else 0, itemsize
 
 
 def columns_key(*sizes: int) -> Key:
-    """The key of sizes (..., columns, bytes an element): columns rounded up to a power of two, bytes an element.
+    """Key without rows, for sizes (..., columns, bytes per element): columns rounded up to a power of two, and bytes.
 
     For kernels that always have enough rows to fill the device.
     """
@@ -70,7 +70,7 @@ def columns_key(*sizes: int) -> Key:
 
 
 def expect(value: Any, kinds: Any, name: str, expected: str) -> None:
-    """Raise `TypeError` that says what was expected unless `value` is of these types."""
+    """Raise `TypeError` unless `value` is of these types. expected: in words, for the error"""
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be {expected}, got {type(value).__name__}: {value!r}")
 
@@ -87,8 +87,8 @@ def _device_types() -> tuple[str, ...]:
     return tuple({backend(vendor).device_type: None for vendor in VENDORS if vendor != "cpu"})
 
 
-def is_quiet() -> bool:
-    """Whether a graph is being captured or torch.compile is tracing, when no file may be opened."""
+def is_capturing_or_tracing() -> bool:
+    """Whether a graph is being captured or torch.compile is tracing. No file may then be opened."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
@@ -132,10 +132,10 @@ def tile_space(
 ) -> list[LaunchConfig]:
     """Candidates for the tuner: each of `tiles` (a kernel's blocks) with every choice of the other options.
 
-    per_thread: the least and the most elements of a tile for one thread
-    width: elements of a tile's dimension that is not a block
-    staged_bytes: shared memory of each stage beyond the first, for each element of a tile
-    Persistent grids (`ctas` programs a multiprocessor) whose programs cannot be resident together are left out.
+    per_thread: minimum and maximum of a tile's elements per thread
+    width: size of the tile in the dimensions that are not blocks
+    staged_bytes: shared memory per element of a tile, for each stage after the first
+    Persistent grids (`ctas` programs per multiprocessor) whose programs cannot all be resident are left out.
     """
     candidates = []
     for blocks, n_warps, n_stages, n_ctas, hint in itertools.product(tiles, warps, stages, ctas, hints):
@@ -152,13 +152,13 @@ def tile_space(
 class Plan:
     """A resolved launch: the configuration, lowered to arguments of the kernel and of Triton.
 
-    layer, config, provenance: the registry's answer
-    constexprs: values of a kernel's tunable parameters by name: the blocks of the configuration, STAGES, LOAD_HINT (the
-    memory hint), LOAD_EVICT (the hint if it is an eviction policy, which stores take too), FAST_LOG2, and DEPENDENT
-    (launched with programmatic dependent launch)
+    layer, config, provenance: of the Entry that the registry chose
+    constexprs: values of a kernel's tunable parameters by name: the configuration's blocks, STAGES, LOAD_HINT (the
+    cache hint), LOAD_EVICT (the hint if it is an eviction policy, which stores take too), FAST_LOG2, and DEPENDENT
+    (whether programmatic dependent launch is used)
     options: the compiler's keywords (num_warps, num_stages, and the vendor's)
     programs: number of programs of a persistent grid, else 0
-    compiled: specialisation -> compiled kernel (`runtime/launch.py`), or None if Triton's launcher is used
+    compiled: specialisation -> compiled kernel (`runtime/launch.py`), or None if Triton makes the launches
     """
 
     __slots__ = ("tunable", "target", "device", "key", "layer", "config", "provenance")
@@ -198,22 +198,22 @@ class Plan:
 
 
 class Tunable:
-    """One kernel launch that has a configuration: `op.variant`, as `rms_norm.fwd`.
+    """One kernel launch that has a configuration, named `op.variant`, for example `rms_norm.fwd`.
 
-    kernels: the jit functions it launches
-    version: to be increased when stored configurations may no longer be the best for the changed kernels; an entry is
+    kernels: the jit functions that it launches
+    version: increase it when the kernels change so that stored configurations may no longer be the best; an entry is
     used only for its version (`ci/kernel_digests.py` records the code of each version)
-    key: (problem sizes..., itemsize) -> Key, the function that the launcher calls too; `dims` names the sizes
+    key: (problem sizes..., itemsize) -> Key, which launchers call too; dims: the names of the sizes
     heuristic, safe: (target, key) -> LaunchConfig; the safe one must be legal on every Target
     space: (target, key) -> candidates for the tuner
     neutral: options that cannot change a result's bits; `deterministic` fixes all others
-    valid: (config, key) -> why it cannot be used for this key, or None
+    valid: (config, key) -> why the configuration cannot be used for this key, or None
     dependent_launch: key -> whether its kernels, which start with `wait_for_previous(DEPENDENT)`, use programmatic
     dependent launch (`runtime/dependent_launch.py`)
     """
 
     resolve: Callable[["Tunable", Any, Key], Plan]
-    """Makes a missing plan; set by `registry`."""
+    """Makes the plan of a device and key; set by `registry`."""
 
     def __init__(
         self,
@@ -238,38 +238,38 @@ class Tunable:
         self.plans: dict[tuple[Any, Key], Plan] = {}
 
     def plan(self, device: "torch.device", key: Key) -> Plan:
-        """The resolved launch for a tensor's device and a tuning key."""
+        """The resolved launch for a device and a key."""
         plan = self.plans.get((device, key))
         return plan if plan is not None else self.resolve(device, key)
 
     def illegal(self, target: Target, key: Key, config: LaunchConfig) -> str | None:
         """Why `config` cannot be launched for `key` on `target`, or None."""
         try:
-            named = [set(choose(target, key).blocks) for choose in (self.heuristic, self.safe)]
+            block_names = [set(choose(target, key).blocks) for choose in (self.heuristic, self.safe)]
         except (ArithmeticError, IndexError, MemoryError, TypeError, ValueError):  # a stored key may be anything
             return f"{key} is not a key of {self.name}"
-        if set(config.blocks) not in named:  # each block is a constexpr parameter of the kernel
-            return f"blocks must be {' and '.join(sorted(named[0]))}, got {dict(config.blocks)}"
+        if set(config.blocks) not in block_names:  # each block is a constexpr parameter of the kernel
+            return f"blocks must be {' and '.join(sorted(block_names[0]))}, got {dict(config.blocks)}"
         why_invalid = backend(target.vendor).illegal(target, config)
         if why_invalid is None and self.valid is not None:
             why_invalid = self.valid(config, key)
         return why_invalid
 
     def serves(self, target: Target, key: Key) -> bool:
-        """Whether at least the safe configuration can be launched for this key, at which another one is legal."""
+        """Whether the safe configuration is legal for this key, so that the registry can always fall back to it."""
         return not self.illegal(target, key, self.safe(target, key))
 
 
 @dataclass(frozen=True)
 class Op:
-    """What an op's file registers.
+    """An op, as its file registers it.
 
     function: the public `liger_<op>`
     reference: its specification in plain differentiable torch; computes in fp32, or in fp64 if its inputs are fp64
     workloads: name -> problem sizes, in the order of the tunables' `dims`
     sample: (sizes, dtype, device, generator, **options) -> Sample, inputs for tests, bench and tuner
-    options: option sets that the shared tests run; the first is the default
-    small: small problem sizes for tests, odd ones among them; empty: the first workload shrunk
+    options: keywords of `sample` for each variation that the shared tests run; the first is the default
+    small: small problem sizes for tests, including odd ones; if empty, the first workload is shrunk
     why_not: target -> why it cannot run the op, or ""
     """
 
@@ -292,12 +292,12 @@ class Op:
 class Sample:
     """One call of an op: `op.function(*args, **kwargs)`, and `op.reference` with the same arguments.
 
-    Gradients are checked for every floating tensor in `args` that requires grad.
-    reduction, grad_reduction: the longest sum behind one output element and behind one gradient element, from which
-    tests derive tolerances
-    moved: bytes that forward and backward must move, from which floors are computed
-    exact: further arguments of the reference in fp64: roundings of the op's definition at which the result jumps
-    float8: whether results are products in FP8, which a device sums with fewer bits than fp32 has and returns in bf16
+    Gradients are checked for every floating-point tensor in `args` that requires grad.
+    reduction, grad_reduction: the most terms that are summed for an output element and for a gradient element; tests
+    derive tolerances from them
+    moved: bytes that forward and backward must move; floors are computed from them
+    exact: further arguments of the reference in fp64: roundings in the op's definition at which the result jumps
+    float8: whether results are FP8 products, which a device sums with fewer bits than fp32 has and returns in bf16
     """
 
     args: tuple[Any, ...]
@@ -310,8 +310,8 @@ class Sample:
 
 
 def normal(dtype: "torch.dtype", device: Any, generator: "torch.Generator") -> Callable[..., "torch.Tensor"]:
-    """A function (*shape) -> standard normal values, a leaf that requires a gradient. They are drawn in fp32 and
-    rounded, so that all dtypes have the same values."""
+    """A function (*shape) -> standard normal values that require a gradient, drawn in fp32 and rounded: all dtypes get
+    the same values."""
     import torch
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -325,35 +325,35 @@ _ops: dict[str, Op] = {}
 
 
 def register(op: Op) -> Op:
-    """Add an op to the table. Raises `ValueError` when the name is taken or an op has no workloads."""
+    """Add an op to the table. Raises `ValueError` if the name is taken or the op has no workloads."""
     if op.name in _ops:
         raise ValueError(f"op {op.name!r} is registered twice")
     if not op.workloads:
         raise ValueError(f"op {op.name!r} has no workloads; tests, bench and tuner draw on them")
     _ops[op.name] = op
-    env.know_op(op.name)
+    env.know_op_name(op.name)
     return op
 
 
-def register_file(module: str, **differs: Any) -> Op:
+def register_file(module: str, **more: Any) -> Op:
     """Add the op of a kernel file: `register_file(__name__, tunables=...)` at its end.
 
-    The op is named like the file, which defines `liger_<op>`, `<op>_reference`, `WORKLOADS` and `sample`.
-    differs: the other fields of `Op`
+    The op has the file's name. The file defines `liger_<op>`, `<op>_reference`, `WORKLOADS` and `sample`.
+    more: the other fields of `Op`
     """
     contents, name = vars(sys.modules[module]), module.rpartition(".")[2]
     function, reference = contents[f"liger_{name}"], contents[f"{name}_reference"]
     workloads, sample = contents["WORKLOADS"], contents["sample"]
-    return register(Op(name, function, reference, workloads=workloads, sample=sample, **differs))
+    return register(Op(name, function, reference, workloads=workloads, sample=sample, **more))
 
 
 def registered() -> tuple[Tunable, ...]:
-    """The tunables of the ops whose files are imported so far."""
+    """The tunables of all ops whose files are imported."""
     return tuple(tunable for op in tuple(_ops.values()) for tunable in op.tunables)
 
 
 def plans() -> list[Plan]:
-    """Every launch that this process resolved so far."""
+    """Every plan that this process has resolved."""
     return [plan for tunable in registered() for plan in list(tunable.plans.values())]
 
 
@@ -365,7 +365,7 @@ def ops() -> Mapping[str, Op]:
 
 
 def get_op(name: str) -> Op:
-    """The op of this name; imports only its file. Raises `ValueError` with the nearest names."""
+    """The op of this name; imports only its file. For an unknown name: `ValueError` with similar names."""
     expect(name, str, "op", "the name of an op")
     if name in _ops:
         return _ops[name]

@@ -13,30 +13,30 @@ if torch.__version__ < "2.8.dev":
     raise ImportError(f"liger_hw needs torch 2.8 or newer, this is {torch.__version__}")
 
 # for calls of operators
-has_transforms = _C._are_functorch_transforms_active  # such calls are refused: checked in every call
-n_dispatch_modes = _C._len_torch_dispatch_stack  # with no torch mode, the dispatcher would only pass a call on
-is_profiling = _C._autograd._profiler_enabled  # whether torch's profiler wants to see operators
-unwrap_if_dead = _C._functorch.unwrap_if_dead  # as torch's Function.apply does with tensors of a finished transform
-is_batched = _C._functorch.is_legacy_batchedtensor  # a tensor of is_grads_batched, without memory of its own
-is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor  # a transform's tensor, without memory of its own
-innermost_transform = _C._functorch.peek_interpreter_stack  # the transform that a backward runs under
-without_torch_function = _C.DisableTorchFunctionSubclass  # in a subclass's own work; the public one stops modes too
-refuses_data_ptr = _C._set_throw_on_mutable_data_ptr  # a tensor without memory must raise when asked for its address
+has_transforms = _C._are_functorch_transforms_active  # to refuse calls under a transform of torch.func; in every call
+n_dispatch_modes = _C._len_torch_dispatch_stack  # without a torch mode, a call can bypass the dispatcher
+is_profiling = _C._autograd._profiler_enabled  # torch's profiler records operators only through the dispatcher
+unwrap_if_dead = _C._functorch.unwrap_if_dead  # what torch's Function.apply does with tensors of a finished transform
+is_batched = _C._functorch.is_legacy_batchedtensor  # a batched gradient (is_grads_batched) has no memory
+is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor  # a transform's tensor has no memory
+innermost_transform = _C._functorch.peek_interpreter_stack  # the transform in which a backward runs
+without_torch_function = _C.DisableTorchFunctionSubclass  # for subclasses only; the public one disables modes too
+make_data_ptr_raise = _C._set_throw_on_mutable_data_ptr  # `data_ptr()` of a tensor without memory must raise
 
 # for autograd
-keeps_graph = _C._autograd._get_current_graph_task_keep_graph  # whether a backward may run again
-graph_task = _C._current_graph_task_id  # whether autograd runs a backward now
+keeps_graph = _C._autograd._get_current_graph_task_keep_graph  # whether a backward may run again (retain_graph)
+graph_task = _C._current_graph_task_id  # whether autograd is running a backward
 has_forward_gradients = _C._is_fwd_grad_enabled  # False only inside an autograd.Function
-hooks_on_top = _C._autograd._top_saved_tensors_default_hooks  # ours or another's
-allows_saved_tensor_hooks = _C._autograd._saved_tensors_hooks_is_enabled  # False where a program disabled them
+hooks_on_top = _C._autograd._top_saved_tensors_default_hooks  # whether the innermost saved-tensor hooks are ours
+allows_saved_tensor_hooks = _C._autograd._saved_tensors_hooks_is_enabled  # False if a program disabled them
 
 # for libraries and devices
 assert_async = torch._assert_async  # an assertion on the device without waiting for it
 integer_matmul = torch._int_mm  # int8 times int8 to int32 by the vendor's library
-scaled_matmul = torch._scaled_mm  # torch has no other product in FP8
+scaled_matmul = torch._scaled_mm  # torch's only product in FP8
 grouped_matmul = torch._grouped_mm  # several products in one launch by the vendor's library
-current_device = getattr(_C, "_cuda_getDevice", None)  # at every launch, without torch.cuda's own checks
-current_stream = getattr(_C, "_cuda_getCurrentRawStream", None)  # a handle at every launch, without a Stream object
+current_device = getattr(_C, "_cuda_getDevice", None)  # called at every launch; without torch.cuda's checks
+current_stream = getattr(_C, "_cuda_getCurrentRawStream", None)  # called at every launch; makes no Stream object
 
 hooks_on_every_module = [_module._global_forward_pre_hooks, _module._global_forward_hooks]
 hooks_on_every_module += [_module._global_backward_pre_hooks, _module._global_backward_hooks]
@@ -49,9 +49,9 @@ def has_integer_matmul(device_type: str) -> bool:
 
 
 def autograd_inside_operator() -> "_C._ForceDispatchKeyGuard":
-    """A context in which an operator's body on the CPU builds graphs, which the dispatcher has switched off.
+    """A context in which an operator's body on the CPU can build graphs, which the dispatcher disables there.
 
-    torch.func would too, except if a torch mode called the operator.
+    torch.func does not work there if a torch mode called the operator.
     """
     excluded, keys = _C._dispatch_tls_local_exclude_set(), _C.DispatchKey
     for key in (keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradXPU, keys.ADInplaceOrView):  # the last for views
@@ -59,13 +59,13 @@ def autograd_inside_operator() -> "_C._ForceDispatchKeyGuard":
     return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded)
 
 
-_FORWARDS = "a forward is recognised by the names in its code, and one of them is replaced: nothing public can do that"
+_FORWARDS = "a forward is recognised by the names in its code, and one of them is replaced; no public interface does it"
 ELSEWHERE = {
-    "autotune/compile.py": (1, "Triton's front half alone, where it has no compiler for a target"),
-    "autotune/compile_ahead.py": (2, "up to Triton 3.6 launchers of several threads take each other's place in Python"),
-    "bench/inputs.py": (1, "torch._foreach_copy_: one launch writes back what a timed call overwrote"),
-    "distributed/owners.py": (2, "whose hook a function is; how FSDP2 shards what it has gathered"),
-    "transformers/report.py": (1, "whether copy.deepcopy asks for a state"),
+    "autotune/compile.py": (1, "to run only Triton's front end, if it has no compiler for a target"),
+    "autotune/compile_ahead.py": (2, "up to Triton 3.6, launchers that several threads load replace each other"),
+    "bench/inputs.py": (1, "torch._foreach_copy_ restores overwritten arguments in one launch"),
+    "distributed/owners.py": (2, "the module that set a hook; how FSDP2 shards gathered parameters"),
+    "transformers/report.py": (1, "whether copy.deepcopy is the caller"),
     "transformers/probing/mixers.py": (1, _FORWARDS),
     "transformers/probing/norms.py": (1, _FORWARDS),
     "transformers/probing/rotary.py": (1, _FORWARDS),

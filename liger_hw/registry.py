@@ -1,11 +1,11 @@
-"""Which launch configuration an op's kernel uses on the device at hand. Read this file first.
+"""Chooses the launch configuration of an op's kernel on a device. Read this file first.
 
-An op (`kernels/<family>/<op>.py`) declares one `Tunable` for each kernel that it launches ("fwd", "bwd") and asks
+An op (`kernels/<family>/<op>.py`) declares a `Tunable` for each kernel that it launches ("fwd", "bwd") and calls
 
     plan = FWD.plan(x.device, key)          # one dictionary hit, at most 0.5 us
 
-and gets a `Plan`: a `LaunchConfig` already lowered to launch keywords, with the layer it came from. The layers, first
-legal answer wins:
+for a `Plan`: a `LaunchConfig` lowered to launch keywords, with the layer it came from. The first of these layers that
+has a legal configuration is used:
 
     0 explicit (override(), LIGER_HW_CONFIG_<OP>)   4 shipped table of the architecture
     1 lock file                                     5 shipped table of the family
@@ -13,12 +13,12 @@ legal answer wins:
     3 shipped table of the exact device             7 the op's always-legal safe configuration
 
 Layers 1 to 5 are one dictionary per device, read when the device is first used (`table`). A key is a tuple of ints, and
-only an equal key matches. A miss takes the heuristic, and is noted in the user cache for a later `liger-hw autotune`. A
-configuration that fails to launch is quarantined, and the next layer answers. `explain()` shows every candidate and why
-it was refused.
+only an equal key matches. A key without a stored configuration gets the heuristic's, and is noted in the user cache for
+a later `liger-hw autotune`. A configuration that fails to launch is quarantined, and the next layer is used.
+`explain()` shows every candidate and why it was refused.
 
-Below this file are `ops.py` (the table of ops, Tunable, Plan) and `autotune/store.py` (the stored configurations).
-Callers import all of these names from here.
+This file imports `ops.py` (the table of ops, Tunable, Plan) and `autotune/store.py` (the stored configurations).
+Callers import the names of both from here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .ops import (  # noqa: F401
     get_op,
     get_tunable,
     interpreting,
-    is_quiet,
+    is_capturing_or_tracing,
     next_power_of_2,
     normal,
     ops,
@@ -72,18 +72,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("liger_hw")
 
 LAYERS = ("explicit", "lock", "user", "shipped-device", "shipped-arch", "shipped-family", "heuristic", "safe")
-_ALWAYS_TAKEN = ("heuristic", "safe")
-Mark = tuple[str, str, Key, str]
+_BUILT_IN = ("heuristic", "safe")
+Failure = tuple[str, str, Key, str]
 """A configuration that failed to launch: (arch, tunable, key, text of the configuration)."""
 
 _lock = fork_safe(threading.RLock())
 _tables: dict[Target, Table] = {}
 _overrides: list[tuple[str, LaunchConfig]] = []
-_failed: dict[Mark, str] = {}
-"""Configurations that failed to launch in this process; earlier failures are in the tables."""
+_failed: dict[Failure, str] = {}
+"""Configurations that failed to launch in this process -> why; the tables have failures of earlier processes."""
 replay_cache: dict[tuple, Any] = {}
-"""Recorded calls of the current plans (`runtime/recording.py`). Replaced whenever plans change, so that a recording
-which another thread is making goes into the old dictionary."""
+"""Recorded calls of the current plans (`runtime/recording.py`). A change of plans replaces the dictionary, so that a
+recording that another thread is making goes into the old one."""
 _deterministic: bool | None = None
 
 
@@ -91,17 +91,17 @@ _deterministic: bool | None = None
 
 
 def _resolve(tunable: Tunable, device: Any, key: Key) -> Plan:
-    """`Tunable.plan` for a key without a plan."""
+    """Make the plan of a key, for `Tunable.plan`."""
     with _lock:
         if (plan := tunable.plans.get((device, key))) is not None:  # another thread has resolved it meanwhile
             return plan
-        target, quiet = pretended() or target_of(device), is_quiet()
+        target, may_not_read = pretended() or target_of(device), is_capturing_or_tracing()
         plan = Plan(tunable, target, device, key, choose(tunable, target, key))
-        if plan.layer in _ALWAYS_TAKEN and device.type != "cpu" and not pretended():
+        if plan.layer in _BUILT_IN and device.type != "cpu" and not pretended():
             entries = table(target).get(plan.name, ())
             if not any(entry.kind == "heuristic" and entry.version == tunable.version for entry in entries):
                 store.note(plan, "missed")
-        if not quiet or target in _tables:  # else no table was read: resolve again when files may be opened
+        if not may_not_read or target in _tables:  # else no table was read: resolve again when files may be opened
             tunable.plans[device, key] = plan
         return plan
 
@@ -110,14 +110,14 @@ Tunable.resolve = _resolve
 
 
 def choose(tunable: Tunable, target: Target, key: Key) -> Entry:
-    """The first legal answer of the layers for one key. Resolves nothing and notes no miss."""
+    """The configuration of the first layer that has a legal one. Stores no plan and notes no miss."""
     with _lock:
         for candidate in _candidates(tunable, target, key):
             if not candidate.rejected:
                 return candidate
-            # illegal lock entries get here only on a CPU: no warning
-            pinned = candidate.layer == "lock" and not tunable.illegal(target, key, candidate.config)
-            if candidate.layer == "explicit" or pinned:
+            # an illegal entry of a lock file is an error, except on a CPU, where it is ignored without a warning
+            is_legal_lock = candidate.layer == "lock" and not tunable.illegal(target, key, candidate.config)
+            if candidate.layer == "explicit" or is_legal_lock:
                 ignored = tunable.name, candidate.layer, candidate.rejected
                 log.warning("liger_hw: %s: %s configuration ignored: %s", *ignored)
     raise RuntimeError(
@@ -128,27 +128,27 @@ def choose(tunable: Tunable, target: Target, key: Key) -> Entry:
 def _candidates(tunable: Tunable, target: Target, key: Key) -> Iterator[Entry]:
     """Every layer's configuration, best first; `rejected` is why it must not be used, or ""."""
     entries = table(target).get((tunable.op, tunable.variant, key), ())
-    failed = {
+    failed_earlier = {
         entry.config: str(entry.provenance.get("reason"))
         for entry in entries
         if entry.kind == "failed" and entry.version == tunable.version
     }
     heuristic = tunable.heuristic(target, key)
-    for candidate in _offers(tunable, target, key, heuristic, store.answers(entries)):
+    for candidate in _answers_of_layers(tunable, target, key, heuristic, store.answers(entries)):
         config, why_invalid = candidate.config, candidate.rejected
-        if is_deterministic() and candidate.layer not in ("explicit", *_ALWAYS_TAKEN):
+        if is_deterministic() and candidate.layer not in ("explicit", *_BUILT_IN):
             config = _keep_numerics(tunable, heuristic, config)
         why_invalid = why_invalid or tunable.illegal(target, key, config)
         if not why_invalid and candidate.layer != "safe":  # `safe` is never quarantined: its failure is raised
-            mark = target.arch, tunable.name, key, config.to_text()
-            why_invalid = _failed.get(mark) or failed.get(config)
+            failure = target.arch, tunable.name, key, config.to_text()
+            why_invalid = _failed.get(failure) or failed_earlier.get(config)
         yield replace(candidate, config=config, rejected=why_invalid or "")
 
 
-def _offers(
+def _answers_of_layers(
     tunable: Tunable, target: Target, key: Key, heuristic: LaunchConfig, entries: Sequence[Entry]
 ) -> Iterator[Entry]:
-    """Every layer's configuration, best first; `rejected` if it is not JSON of a configuration, or stale."""
+    """Every layer's configuration, best first; `rejected` if it cannot be parsed or is for another kernel version."""
     for scope, config in reversed(_overrides):
         if scope in (tunable.op, tunable.name):
             yield Entry(config, {"kind": "explicit"}, source="override()", layer="explicit")
@@ -161,7 +161,7 @@ def _offers(
             yield replace(offer, rejected=f"{name} is not a launch configuration: {error}")
     for entry in entries:
         stale = ""
-        if entry.layer != "lock" and entry.version != tunable.version:  # a lock holds for every version
+        if entry.layer != "lock" and entry.version != tunable.version:  # a lock file applies to every version
             stale = f"stored for version {entry.version} of the kernel, this is version {tunable.version}"
         yield replace(entry, rejected=stale)
     yield Entry(heuristic, {"kind": "heuristic"}, layer="heuristic")
@@ -170,7 +170,7 @@ def _offers(
 
 @functools.cache
 def forced_config(tunable: Tunable) -> tuple[str, str] | None:
-    """(variable, JSON text) of the configuration that `LIGER_HW_CONFIG_<OP>` forces, or None; read once."""
+    """(variable, JSON text) of the configuration in `LIGER_HW_CONFIG_<OP>`, or None; read once."""
     variants = [one.variant for one in registered() if one.op == tunable.op]
     for name in env.unknown_variants(tunable.op, variants):
         store.warn_once(f"{name} is set, but {tunable.op} has the variants {', '.join(variants)}")
@@ -178,7 +178,7 @@ def forced_config(tunable: Tunable) -> tuple[str, str] | None:
 
 
 def _keep_numerics(tunable: Tunable, heuristic: LaunchConfig, config: LaunchConfig) -> LaunchConfig:
-    """The heuristic's configuration with the options of `config` that cannot change a result's bits."""
+    """`config`, but with the heuristic's value for every option that can change a result's bits."""
     neutral = {name: getattr(config, name) for name in tunable.neutral if hasattr(config, name)}
     blocks = {name: size for name, size in config.blocks.items() if name in tunable.neutral}
     return replace(heuristic, blocks={**heuristic.blocks, **blocks}, **neutral)
@@ -190,16 +190,16 @@ def is_deterministic() -> bool:
 
 
 def table(target: Target) -> Table:
-    """Everything stored for a target: (op, variant, key) -> entries, best first. Read once, then kept.
+    """Everything stored for a target: (op, variant, key) -> entries, best first. Read once.
 
-    Empty if it is not read yet while a graph is captured or torch.compile traces, when no file may be opened.
+    Empty if it is not read yet and a graph is being captured or torch.compile is tracing, when no file may be opened.
     """
     for pretended_target, contents in pretending[-1:]:
         if contents is not None and pretended_target == target:
             return contents
     contents = _tables.get(target)
     if contents is None:
-        if is_quiet():
+        if is_capturing_or_tracing():
             return {}
         contents = _tables.setdefault(target, store.read(target))
     return contents
@@ -224,13 +224,13 @@ def invalidate() -> None:
 
 
 def drop_replays() -> None:
-    """Forget every recorded call, because a plan changed."""
+    """Forget every recorded call; needed when a plan changes."""
     global replay_cache
     replay_cache = {}
 
 
 def reload() -> None:
-    """Read the environment and every table again. What failed at launch in this process stays quarantined."""
+    """Read the environment and every table again. Configurations that failed in this process stay in quarantine."""
     with _lock:
         env.clear()
         store.warn_once.cache_clear()
@@ -243,8 +243,8 @@ def reload() -> None:
 def override(scope: str, config: LaunchConfig) -> Iterator[None]:
     """Force `config` for an op (`"rms_norm"`) or one variant (`"rms_norm.bwd"`) inside a `with` block, process-wide.
 
-    Raises `ValueError` for an unknown op or variant and for invalid values, `TypeError` for another type. Where the
-    configuration is illegal on the device, there is a warning with the reason, and the next layer answers.
+    Raises `ValueError` for an unknown op or variant and for invalid values, `TypeError` for another type. If the
+    configuration is illegal on a device, a warning gives the reason, and the next layer is used.
     """
     expect(scope, str, "scope", "the name of an op or variant, as 'rms_norm' or 'rms_norm.bwd'")
     expect(config, LaunchConfig, "config", "a LaunchConfig (LaunchConfig.from_json makes one from JSON data)")
@@ -271,7 +271,7 @@ def pretend(target: Target, contents: Table | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _pushed(stack: list, item: Any) -> Iterator[None]:
-    """`item` on top of a stack inside a `with` block. Blocks of threads and generators may end in any order."""
+    """Push `item` on a stack inside a `with` block. Blocks of several threads or generators may end in any order."""
     with _lock:
         stack.append(item)
         invalidate()
@@ -289,7 +289,7 @@ def overrides() -> tuple[tuple[str, LaunchConfig], ...]:
 
 
 def set_deterministic(on: bool | None) -> None:
-    """Fix every option that affects numerics to the heuristic's value, so that tuning cannot move a loss curve.
+    """Fix every option that affects numerics to the heuristic's value, so that tuning cannot change a loss curve.
 
     None returns to `LIGER_HW_DETERMINISTIC`.
     """
@@ -312,9 +312,9 @@ def reset() -> None:
 
 
 def quarantine(plan: Plan, error: BaseException) -> bool:
-    """No longer use a configuration that failed to launch; returns whether another layer can answer.
+    """Stop using a configuration that failed to launch. Returns whether another layer can replace it.
 
-    Every device drops its plan with this configuration and key. The failure is stored for later processes too, except
+    Every device drops its plan with this configuration and key. The failure is also stored for later processes, except
     for CPU tensors and pretended targets, and for failures of the machine: a full disk, memory, or a cooperative launch
     that was refused because of other processes on the device.
     """
@@ -327,21 +327,21 @@ def quarantine(plan: Plan, error: BaseException) -> bool:
         for name, other in list(plans.items()):
             if (other.key, other.config) == (plan.key, plan.config):
                 del plans[name]
-        mark = plan.target.arch, plan.tunable.name, plan.key, plan.config.to_text()
-        if mark in _failed:  # another thread or device was first
+        failure = plan.target.arch, plan.tunable.name, plan.key, plan.config.to_text()
+        if failure in _failed:  # another thread or device was first
             return True
-        _failed[mark] = f"failed at launch: {reason}"
-        of_the_machine = isinstance(error, (OSError, MemoryError)) or "cooperative launch" in reason
-        if plan.device.type != "cpu" and not pretended() and not of_the_machine:
-            store.note(plan, "failed", reason=_failed[mark], date=store.today())
-            if not is_quiet():
+        _failed[failure] = f"failed at launch: {reason}"
+        is_machine_failure = isinstance(error, (OSError, MemoryError)) or "cooperative launch" in reason
+        if plan.device.type != "cpu" and not pretended() and not is_machine_failure:
+            store.note(plan, "failed", reason=_failed[failure], date=store.today())
+            if not is_capturing_or_tracing():
                 store.flush()
-    failed = plan.layer, plan.config.to_text(), plan.tunable.name, reason
-    log.warning("liger_hw: %s configuration %s of %s failed and is quarantined: %s", *failed)
+    facts = plan.layer, plan.config.to_text(), plan.tunable.name, reason
+    log.warning("liger_hw: %s configuration %s of %s failed and is quarantined: %s", *facts)
     return True
 
 
-def quarantined(target: Target | None = None) -> dict[Mark, str]:
+def quarantined(target: Target | None = None) -> dict[Failure, str]:
     """Configurations that failed to launch in this process -> why; with a target, also in earlier processes."""
     known = tunables() if target else {}  # outside the lock, since it may import kernel files
     with _lock:
@@ -352,8 +352,8 @@ def quarantined(target: Target | None = None) -> dict[Mark, str]:
             name = f"{op}.{variant}"
             for entry in entries:
                 if entry.kind == "failed" and name in known and known[name].version == entry.version:
-                    mark = target.arch, name, key, entry.config.to_text()
-                    earlier[mark] = str(entry.provenance.get("reason"))
+                    failure = target.arch, name, key, entry.config.to_text()
+                    earlier[failure] = str(entry.provenance.get("reason"))
         return {**earlier, **_failed}
 
 
@@ -362,7 +362,7 @@ def quarantined(target: Target | None = None) -> dict[Mark, str]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a tunable launches as it does: every candidate, best first, with the reason if it was refused."""
+    """How a tunable's configuration was chosen: every candidate, best first, with the reason if it was refused."""
 
     tunable: str
     target: Target
@@ -419,7 +419,7 @@ def explain(op: str, shape: tuple[int, ...], dtype: "torch.dtype", device: Any =
 
 
 def explain_tunable(tunable: Tunable, target: Target, key: Key) -> Explanation:
-    """What `tunable` launches with for one key, and why."""
+    """The Explanation of `tunable` for one key."""
     with _lock:
         return Explanation(tunable.name, target, key, tuple(_candidates(tunable, target, key)))
 

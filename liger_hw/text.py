@@ -1,4 +1,4 @@
-"""Text for a terminal: tables, folded lines, a status line."""
+"""Text for a terminal: tables, wrapped lines, a status line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Sequence
 
 
 def columns() -> int | None:
-    """Maximum length of a line: COLUMNS, else the terminal's width; None where output goes to a file."""
+    """Maximum length of a line: COLUMNS, else the terminal's width; None if output goes to a file."""
     setting = os.environ.get("COLUMNS", "")
     if setting.isdigit() and int(setting):
         return max(40, int(setting))
@@ -25,20 +25,20 @@ def columns() -> int | None:
 
 
 def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") -> str:
-    """A table at most `columns()` wide, with a rule under the header and control characters escaped.
+    """A table at limit `columns()` wide, with a rule under the header and control characters escaped.
 
-    Cells are folded at spaces; words are cut only where the table is still too wide. A row of one cell is a heading
+    Cells are wrapped at spaces; words are cut only if the table is still too wide. A row of one cell is a heading
     across the columns.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     full = [row for row in rows if len(row) == len(rows[0])]
     places = range(len(rows[0]))
     widths = [max(len(row[i]) for row in full) for i in places]
-    if (most := columns()) is not None:
-        room = most - 2 * (len(widths) - 1) - len(indent)
-        words = [max(len(word) for row in full for word in (row[i].split() or [""])) for i in places]
-        for least in (words, [4] * len(words)):
-            while sum(widths) > room and (wide := [i for i in places if widths[i] > least[i]]):
+    if (limit := columns()) is not None:
+        room = limit - 2 * (len(widths) - 1) - len(indent)
+        longest_words = [max(len(word) for row in full for word in (row[i].split() or [""])) for i in places]
+        for minimum in (longest_words, [4] * len(places)):
+            while sum(widths) > room and (wide := [i for i in places if widths[i] > minimum[i]]):
                 widths[max(wide, key=widths.__getitem__)] -= 1
     lines = []
     for row in rows:
@@ -49,7 +49,7 @@ def table(rows: Sequence[Sequence[str]], header: bool = True, indent: str = "") 
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], indent: str) -> list[str]:
-    """A row as lines: cells wider than their column continue below."""
+    """The lines of a row; a cell that is wider than its column continues in the next line."""
     cells = [textwrap.wrap(cell, max(1, width)) if len(cell) > width else [cell] for cell, width in zip(row, widths)]
     return [
         (indent + "  ".join(part.ljust(width) for part, width in zip(parts, widths))).rstrip()
@@ -58,16 +58,16 @@ def _lines(row: Sequence[str], widths: Sequence[int], indent: str) -> list[str]:
 
 
 def with_notes(rows: Sequence[Sequence[str]]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """(rows of a table with short third and fourth cells, notes below the table).
+    """(rows of a table with shortened third and fourth cells, notes below the table).
 
-    A cell longer than `LONGEST_CELL` is cut at its first colon, semicolon or bracket and gets the number of a note,
+    A cell longer than `MAX_CELL` is cut at its first colon, semicolon or bracket and gets the number of a note,
     `left alone (1)`. The note has the whole cell.
     """
     numbers: dict[str, int] = {}
 
     def short(cell: str) -> str:
         start = re.split(r":|;| \(", cell, maxsplit=1)[0]
-        if len(cell) <= LONGEST_CELL or start == cell:
+        if len(cell) <= MAX_CELL or start == cell:
             return cell
         return f"{start} ({numbers.setdefault(cell, len(numbers) + 1)})"
 
@@ -75,18 +75,18 @@ def with_notes(rows: Sequence[Sequence[str]]) -> tuple[list[tuple[str, ...]], li
     return short_rows, [f"({number}) {cell}" for cell, number in numbers.items()]
 
 
-LONGEST_CELL = 40
+MAX_CELL = 40
 
 
 def fold(text: str, hang: str = "") -> str:
-    """`text` with lines at most `columns()` wide, control characters escaped. hang: begins continuation lines"""
-    most = columns()
+    """`text` with lines at limit `columns()` wide, control characters escaped. hang: begins continuation lines"""
+    limit = columns()
     lines = [printable(line) for line in text.split("\n")]
-    if most is None:
+    if limit is None:
         return "\n".join(lines)
     options = {"subsequent_indent": hang, "break_on_hyphens": False}
     return "\n".join(
-        line if len(line) <= most else "\n".join(textwrap.wrap(line, most, replace_whitespace=False, **options))
+        line if len(line) <= limit else "\n".join(textwrap.wrap(line, limit, replace_whitespace=False, **options))
         for line in lines
     )
 
@@ -97,7 +97,7 @@ def labelled(name: str, text: str) -> str:
 
 
 def json_text(data: Any, indent: int | None = None, digits: int = 17) -> str:
-    """Standard JSON. Numbers keep `digits` and are null if not finite; values without a JSON form become their text."""
+    """Standard JSON. Floats are rounded to `digits` digits, or null if not finite; other objects become their text."""
 
     def valid(value: Any) -> Any:
         if isinstance(value, float):
@@ -110,26 +110,26 @@ def json_text(data: Any, indent: int | None = None, digits: int = 17) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with control characters, text direction and surrogates escaped, which could drive a terminal."""
+    """`text` with characters escaped that could control a terminal, change the text direction or are surrogates."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def first_line(error: BaseException) -> str:
-    """`Type: message`, its first line, at most 200 characters."""
+    """The first line of `Type: message`, at most 200 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200].rstrip(": ")
 
 
-def time_left(elapsed: float, done: int, total: int, most: float = math.inf) -> str:
-    """`, 40 s left`, at most `most`, if `done` of `total` took `elapsed` seconds; "" while unknown."""
-    left = min(most, elapsed / done * (total - done)) if done else 0.0
+def time_left(elapsed: float, done: int, total: int, limit: float = math.inf) -> str:
+    """`, 40 s left`, at most `limit` seconds, if `done` of `total` took `elapsed` seconds; "" while unknown."""
+    left = min(limit, elapsed / done * (total - done)) if done else 0.0
     return f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left" if left >= 1 else ""
 
 
 class StatusLine:
-    """Progress on standard error: one changing line on a terminal, elsewhere a line every ten seconds."""
+    """Progress on standard error: one changing line on a terminal, or a line every ten seconds in a file."""
 
     EVERY = 10.0
 
@@ -143,7 +143,7 @@ class StatusLine:
             return
         self.last, self.drawn = now, self.live
         if self.live:
-            text = text[: (columns() or 80) - 1]  # a folded line could not be overwritten
+            text = text[: (columns() or 80) - 1]  # a wrapped line could not be overwritten
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         else:
             print(fold(text, " " * 4), file=sys.stderr, flush=True)

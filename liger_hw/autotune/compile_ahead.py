@@ -39,7 +39,7 @@ begun: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 def is_wanted(device: torch.device) -> bool:
     """Whether to compile ahead: if the device has a fast launcher, unless switched off or a graph is being captured."""
-    if not _launch.CAN_BE_FAST or device.type in ("cpu", "meta") or registry.is_quiet():
+    if not _launch.CAN_BE_FAST or device.type in ("cpu", "meta") or registry.is_capturing_or_tracing():
         return False
     return bool(env.LIGER_HW_COMPILE_AHEAD and registry.backend_of(device).fast_launch)
 

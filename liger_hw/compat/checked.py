@@ -17,7 +17,7 @@ from ..kernels.heads.fused_linear_cross_entropy import liger_fused_linear_cross_
 from ..kernels.losses.cross_entropy import LigerCrossEntropyLoss as _Loss
 from ..kernels.losses.cross_entropy import liger_cross_entropy as _loss
 from ..kernels.losses.cross_entropy_rows import CrossEntropyOutput, check_targets
-from ..registry import is_quiet
+from ..registry import is_capturing_or_tracing
 
 
 def _check(logits: Any, target: Any, ignore_index: Any) -> None:
@@ -26,7 +26,7 @@ def _check(logits: Any, target: Any, ignore_index: Any) -> None:
     Does nothing while a graph is captured or traced, for tensors without values, and for invalid arguments.
     """
     valid = isinstance(logits, torch.Tensor) and logits.dim() == 2 and isinstance(ignore_index, int)
-    if is_quiet() or not valid or type(target) is not torch.Tensor or target.device.type == "meta":
+    if is_capturing_or_tracing() or not valid or type(target) is not torch.Tensor or target.device.type == "meta":
         return
     if target.dtype in (torch.int64, torch.int32):
         check_targets("liger_cross_entropy", target.reshape(-1), logits.shape[1], ignore_index)

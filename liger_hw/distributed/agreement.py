@@ -111,7 +111,7 @@ def at_first_step(model: torch.nn.Module, parts: Callable[[torch.nn.Module], dic
     if dist.get_world_size() == 1 or dist.get_backend() == "fake" or not env.LIGER_HW_SYNC_SECONDS:
         _stepped = store
         return
-    if registry.is_quiet():
+    if registry.is_capturing_or_tracing():
         return
     device = next((p.device for p in model.parameters()), None)
     modules = _hash([f"{name} {type(module).__name__}" for name, module in model.named_modules()])

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..private import refuses_data_ptr, without_torch_function
+from ..private import make_data_ptr_raise, without_torch_function
 from ..runtime.operator import first_order
 from .deferred import FUNCTIONS, DeferredLogits, GradientWouldBeLost, NotRecorded, inside_a_function, loss_arguments
 
@@ -35,7 +35,7 @@ class OutputLogitsFunction(torch.autograd.Function):
         ctx.logits = logits
         shape, dtype, device = logits.shape, logits.dtype, logits.device
         stand_in = torch.Tensor._make_wrapper_subclass(OutputLogits, shape, dtype=dtype, device=device)
-        refuses_data_ptr(stand_in)  # like FakeTensor: asking for its address must raise, not return 0
+        make_data_ptr_raise(stand_in)  # like FakeTensor: asking for its address must raise, not return 0
         stand_in._logits = logits
         return stand_in
 

@@ -129,7 +129,7 @@ def test_nothing_is_opened_while_a_graph_is_captured(h200, monkeypatch, tmp_path
     registry.forced_config(fwd)  # what the first ordinary launch reads
     assert not registry.env.LIGER_HW_DETERMINISTIC and registry.env.LIGER_HW_FAST_LAUNCH
     opened: list[str] = []
-    monkeypatch.setattr(registry, "is_quiet", lambda: True)
+    monkeypatch.setattr(registry, "is_capturing_or_tracing", lambda: True)
     for module, name in ((os, "open"), (Path, "open"), (files, "read_text"), (files, "locked"), (os, "replace")):
         monkeypatch.setattr(
             module, name, lambda *a, _n=name, **k: opened.append(_n) or (_ for _ in ()).throw(OSError(_n))
@@ -159,13 +159,13 @@ def test_a_trace_asks_the_tables_it_is_told_to(h200, layer, shipped, own, monkey
 
 
 def test_compiling_and_capturing_are_noticed(monkeypatch):
-    assert not registry.is_quiet()
+    assert not registry.is_capturing_or_tracing()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert registry.is_quiet()
+    assert registry.is_capturing_or_tracing()
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert registry.is_quiet()
+    assert registry.is_capturing_or_tracing()
 
 
 def test_fork_after_import_works(h200):

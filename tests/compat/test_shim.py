@@ -591,8 +591,8 @@ from liger_kernel.transformers.monkey_patch import liger_cross_entropy as by_pat
 assert by_file is LigerCrossEntropyLoss and by_patch is liger_cross_entropy
 seen, real, quiet = [], checked.check_targets, []
 checked.check_targets = lambda *args: seen.append(args[2:]) or real(*args)
-plain_quiet = checked.is_quiet
-checked.is_quiet = lambda: bool(quiet) or plain_quiet()
+plain_quiet = checked.is_capturing_or_tracing
+checked.is_capturing_or_tracing = lambda: bool(quiet) or plain_quiet()
 x = torch.randn(6, 11, requires_grad=True)
 y, weight = torch.tensor([1, 7, 3, 7, 5, 6]), torch.rand(11)
 

@@ -199,7 +199,7 @@ def test_the_first_step_that_can_compare_does(two_ranks, monkeypatch):
             raise RuntimeError("the ranks differ")
 
     monkeypatch.setattr(agreement, "_sync", sync)
-    monkeypatch.setattr(registry, "is_quiet", lambda: quiet)
+    monkeypatch.setattr(registry, "is_capturing_or_tracing", lambda: quiet)
     step = partial(agreement.at_first_step, torch.nn.Linear(2, 2), lambda model: {})
     step()
     assert not asked

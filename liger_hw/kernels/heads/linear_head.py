@@ -45,7 +45,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 import torch
 
 from ... import env, private
-from ...registry import backend_of, is_quiet
+from ...registry import backend_of, is_capturing_or_tracing
 from ...runtime.operator import autocast_dtype, cdiv, check, check_tensors, graph_is_kept, to_flatten
 from ..losses.cross_entropy_rows import absent
 from ..losses.loss_gradient import scale_gradient
@@ -138,7 +138,7 @@ class CountedRows:
         self.ignore_index = ignore_index
         self._count = self._arrived = None
         several = labels if isinstance(labels, tuple) else (labels,)
-        if is_quiet() or not all(type(t) is torch.Tensor and not t.is_meta for t in several):
+        if is_capturing_or_tracing() or not all(type(t) is torch.Tensor and not t.is_meta for t in several):
             return  # a fake tensor has no number to read
         count = reduce(torch.maximum, [(t.detach() != ignore_index).sum() for t in several])
         if count.is_cpu:
@@ -151,7 +151,7 @@ class CountedRows:
     def most(self) -> int | None:
         """The count, after waiting for its copy and the work queued before it; None in torch.compile, in a graph
         capture, or if nothing was counted."""
-        if self._count is None or is_quiet():
+        if self._count is None or is_capturing_or_tracing():
             return None
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -176,7 +176,7 @@ def remaining_rows(
     """
     if not isinstance(compact, (bool, CountedRows)):
         check(False, op, f"compact must be a bool or a CountedRows, got {type(compact).__name__}")
-    if compact is False or is_quiet():
+    if compact is False or is_capturing_or_tracing():
         return None
     counted = CountedRows(target, ignore_index) if compact is True else compact
     most = counted.most() if counted.ignore_index == ignore_index else None
