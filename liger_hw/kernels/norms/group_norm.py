@@ -1,18 +1,18 @@
 """GroupNorm: y = (x - mean) / sqrt(var + eps) * w + b, with mean and var over all values of a group of channels.
 
-A group is num_channels / num_groups neighbouring channels of one example: in memory a row of `channels * spatial`
-values. Statistics, products and sums are fp32; y is rounded once. Saved for backward: x, w, b (for its dtype), and mean
-and rstd = 1 / sqrt(var + eps), two fp32 a group.
-Backward, with m = dy * w and h = (x - mean) * rstd:  dx = rstd * (m - mean(m) - h * mean(m * h)). The sums of dy and
-of dy * h over each channel of each example give both means and, summed over examples, db and dw.
+A group is num_channels / num_groups neighbouring channels of one example, contiguous in memory: a row for the kernels.
+Statistics, products and sums are fp32; y is rounded once. Saved for backward: x, w, b (for its dtype), and mean and
+rstd = 1 / sqrt(var + eps), two fp32 a group.
+Backward, with m = dy * w and h = (x - mean) * rstd:  dx = rstd * (m - mean(m) - h * mean(m * h)). Both means are
+computed from the sums of dy and of dy * h over each channel of each example, and so are db and dw.
 
 A group is read in tiles of CHANNELS x BLOCK_SIZE values: once if one tile holds it, else twice by one program, the
-second time from L2. If there are fewer groups than programs, several programs share a group: one launch leaves partial
+second time from L2. If there are fewer groups than programs, several programs share a group: one launch stores partial
 sums, another applies them. On devices with cooperative grids, each program of a group holds one tile and exchanges its
-partial sums with the others, so that everything is read once.
+partial sums with the others, so that each tile is read once.
 
-Source: Wu and He, "Group Normalization", https://arxiv.org/abs/1803.08494; the anchored sums are from Chan, Golub and
-LeVeque, "Algorithms for Computing the Sample Variance" (1983)
+Source: Wu and He, "Group Normalization", https://arxiv.org/abs/1803.08494; summing differences from the first value:
+Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance" (1983)
 """
 
 from __future__ import annotations
@@ -72,31 +72,31 @@ _TILE = 4096
 
 
 def _key(batch: int, groups: int, spatial: int, num_channels: int, itemsize: int) -> Key:
-    """Values of a channel and channels of a group, rounded up to powers of two; log2 bucket of the groups; itemsize;
-    1 if channels are aligned for wide loads, else 0."""
+    """(values of a channel, channels of a group, log2 of batch * groups, itemsize, whether channels are aligned for
+    wide loads); the first three are rounded up."""
     sizes = next_power_of_2(spatial), next_power_of_2(num_channels // groups)
     return *sizes, (batch * groups - 1).bit_length(), itemsize, int(spatial % 16 == 0)
 
 
 def _blocks(key: Key, tile: int, channels: int = 1) -> dict[str, int]:
-    """A tile of about `tile` values, of at least `channels` channels if a group has as many."""
+    """A tile of at most `tile` values, with at least `channels` channels if the group has as many."""
     channels = min(key[1], max(channels, tile // key[0]))
     return {"BLOCK_SIZE": min(key[0], tile // channels), "CHANNELS": channels}
 
 
 def _whole_group(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
-    """One program for each group of 2048 to 4096 values, several programs a multiprocessor. Channels that are not
-    aligned take twice the warps, and only if there is a multiprocessor for each group."""
-    blocks, group = {"BLOCK_SIZE": key[0], "CHANNELS": key[1]}, key[0] * key[1]
-    if not _TILE // 2 <= group <= _TILE or not key[4] and 1 << key[2] > target.multiprocessors:
+    """One program for each group of 2048 to 4096 values; for unaligned channels, only up to one group a multiprocessor
+    and with twice the warps."""
+    blocks, group_values = {"BLOCK_SIZE": key[0], "CHANNELS": key[1]}, key[0] * key[1]
+    if not _TILE // 2 <= group_values <= _TILE or not key[4] and 1 << key[2] > target.multiprocessors:
         return None
     per_thread, ctas = (32, 8 // tensors) if key[4] else (16, 1)
-    return LaunchConfig(blocks, target.warps(group, per_thread, 16), 1, ctas)
+    return LaunchConfig(blocks, target.warps(group_values, per_thread, 16), 1, ctas)
 
 
 def _cooperative(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
-    """Up to 64 tiles of four warps a group, on as many programs as fit the registers, which `maxnreg` limits. The
-    exchange between more tiles would cost more than a second sweep."""
+    """Up to 64 tiles a group, in programs of four warps with limited registers. An exchange between more tiles takes
+    longer than a second sweep."""
     tile = _TILE // 4 if not key[4] else (2 if key[0] >= _TILE else 1) * _TILE // key[3]
     if not (target.cooperative and _TILE < key[0] * key[1] <= 64 * tile):
         return None
@@ -106,11 +106,11 @@ def _cooperative(target: Target, key: Key, tensors: int) -> LaunchConfig | None:
 
 
 def _two_sweeps(target: Target, key: Key, tensors: int) -> LaunchConfig:
-    """Tiles of 4096 values with two more in flight, or of 8192 with one program a multiprocessor, on so few programs
-    that their groups stay in L2. Short channels that are not aligned take tiles of 1024 values.
+    """Tiles of 4096 values with two more in flight, on at most as many programs as have their groups in L2 together. A
+    single program a multiprocessor takes tiles of 8192 values; short unaligned channels take tiles of 1024 values.
 
     The backward has at least two programs a multiprocessor, so that one loads while the other sums its channels. Its
-    tiles have four channels, or one if a group has more than four and each is at least four tiles long.
+    tiles have four channels, or one if a group has more than four channels of at least four tiles each.
     """
     if not key[4] and key[0] < _TILE:
         blocks = _blocks(key, _TILE // 4)
@@ -121,8 +121,8 @@ def _two_sweeps(target: Target, key: Key, tensors: int) -> LaunchConfig:
     blocks = _blocks(key, _TILE if ctas > 1 else 2 * _TILE, channels)
     tile = blocks["BLOCK_SIZE"] * blocks["CHANNELS"]
     ctas = max(ctas, min(8, _TILE // tile))
-    room = target.shared_memory // (ctas * tensors * tile * key[3])
-    stages = max(1, min(3 if key[3] <= 2 else 2, 1 + room))
+    tiles_that_fit = target.shared_memory // (ctas * tensors * tile * key[3])
+    stages = max(1, min(3 if key[3] <= 2 else 2, 1 + tiles_that_fit))
     return LaunchConfig(blocks, target.warps(tile, 32 // key[3], 16), stages, ctas)
 
 
@@ -145,7 +145,7 @@ def _valid(config: LaunchConfig, key: Key, tensors: int) -> str | None:
 
 
 def _tunable(variant: str, kernels: tuple, tensors: int) -> Tunable:
-    """tensors: how many tensors of x's size the kernel reads."""
+    """tensors: the number of tensors of x's size that the kernel reads."""
     return Tunable(
         "group_norm",
         variant,
@@ -169,8 +169,8 @@ DW = column_sum_tunable("group_norm", _DIMS, columns=lambda *sizes: 2 * sizes[-1
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
-_LONGEST = 2**31 - 2**16
-"""Most values of a channel: the kernels' offsets in a channel, up to the end of a tile, have 32 bits."""
+_MAX_SPATIAL = 2**31 - 2**16
+"""The kernels' offsets in a channel, up to the end of its last tile, must fit 32 bits."""
 
 
 def _sizes(x: torch.Tensor, num_groups: int) -> tuple[int, int, int, int]:
@@ -179,12 +179,12 @@ def _sizes(x: torch.Tensor, num_groups: int) -> tuple[int, int, int, int]:
 
 
 class _Grid(NamedTuple):
-    """How groups are spread over programs. `share` and `parts` are explained at `_tiles_of_split` in the kernels."""
+    """How groups are spread over programs. A run is CHANNELS neighbouring channels."""
 
-    programs: int  # programs that take different groups; all programs of a cooperative grid
+    programs: int  # axis 0 of the grid: programs that take different groups; all programs of a cooperative grid
     splits: int  # programs of a group
-    share: int  # tiles of a split
-    parts: int  # splits of a run of channels
+    split_tiles: int  # most tiles of a split
+    run_splits: int  # splits of a run
     even: bool  # tiles fill a group exactly
     whole_group: bool  # one tile holds a group
     cooperative: bool = False
@@ -192,24 +192,24 @@ class _Grid(NamedTuple):
 
 def _grid_of(plan, n_rows: int, channels: int, spatial: int) -> _Grid:
     blocks = plan.config.blocks
-    c_tiles, s_tiles = cdiv(channels, blocks["CHANNELS"]), cdiv(spatial, blocks["BLOCK_SIZE"])
-    n_tiles = c_tiles * s_tiles
+    runs, run_tiles = cdiv(channels, blocks["CHANNELS"]), cdiv(spatial, blocks["BLOCK_SIZE"])
+    n_tiles = runs * run_tiles
     flags = not (channels % blocks["CHANNELS"] or spatial % blocks["BLOCK_SIZE"]), n_tiles == 1
     if COOPERATIVE in plan.options and 1 < n_tiles <= plan.programs:
-        return _Grid(min(n_rows, plan.programs // n_tiles) * n_tiles, n_tiles, 1, s_tiles, *flags, cooperative=True)
+        return _Grid(min(n_rows, plan.programs // n_tiles) * n_tiles, n_tiles, 1, run_tiles, *flags, cooperative=True)
     splits = min(plan.programs // n_rows, n_tiles)
     if splits < 2:
         return _Grid(min(n_rows, plan.programs), 1, n_tiles, 1, *flags)
-    share = cdiv(n_tiles, splits)
-    if share >= s_tiles:
-        runs = cdiv(share, s_tiles)
-        return _Grid(n_rows, cdiv(c_tiles, runs), runs * s_tiles, 1, *flags)
-    parts = cdiv(s_tiles, share)
-    return _Grid(n_rows, c_tiles * parts, share, parts, *flags)
+    split_tiles = cdiv(n_tiles, splits)
+    if split_tiles >= run_tiles:
+        split_runs = cdiv(split_tiles, run_tiles)
+        return _Grid(n_rows, cdiv(runs, split_runs), split_runs * run_tiles, 1, *flags)
+    run_splits = cdiv(run_tiles, split_tiles)
+    return _Grid(n_rows, runs * run_splits, split_tiles, run_splits, *flags)
 
 
 def _launch(plan, grid: _Grid, tensors: tuple, sizes: tuple, flags: tuple, statistics: int, *last) -> None:
-    """One launch, or two for several splits: the first stores `statistics` sums a split, the second applies them.
+    """One launch, or two for several splits: the first stores `statistics` numbers a split, the second applies them.
 
     sizes: n_rows, n_groups, channels, spatial; last: the arguments that follow sizes and splits
     """
@@ -218,21 +218,21 @@ def _launch(plan, grid: _Grid, tensors: tuple, sizes: tuple, flags: tuple, stati
     if grid.cooperative:
         launch_cooperative(plan, cooperative_kernel, programs, splits, sizes[0], tensors, sizes, flags, *last)
         return
-    numbers = (*sizes, splits, grid.share, grid.parts, *last)
+    numbers = (*sizes, splits, grid.split_tiles, grid.run_splits, *last)
     flags = (*flags, grid.whole_group)
     if splits == 1:
         launch(plan, kernel, (programs, 1), (*tensors, None, *numbers), (*flags, True, True))
         return
-    shared = tensors[0].new_empty((programs, splits, statistics), dtype=torch.float32)
+    split_statistics = tensors[0].new_empty((programs, splits, statistics), dtype=torch.float32)
     for sum_and_apply in ((True, False), (False, True)):
-        launch(plan, kernel, (programs, splits), (*tensors, shared, *numbers), (*flags, *sum_and_apply))
+        launch(plan, kernel, (programs, splits), (*tensors, split_statistics, *numbers), (*flags, *sum_and_apply))
 
 
 def _fwd(x, w, b, num_groups, eps):
     x, w, b = x.contiguous(), dense(w), dense(b)
     batch, _, spatial, num_channels = sizes = _sizes(x, num_groups)
-    if spatial > _LONGEST:
-        check(False, "liger_group_norm", f"a channel may have {_LONGEST} values on a GPU, got {tuple(x.shape)}")
+    if spatial > _MAX_SPATIAL:
+        check(False, "liger_group_norm", f"a channel may have {_MAX_SPATIAL} values on a GPU, got {tuple(x.shape)}")
     y = torch.empty_like(x)
     n_rows, channels = batch * num_groups, num_channels // num_groups
     stats = x.new_empty((2, n_rows), dtype=torch.float32)
@@ -253,7 +253,7 @@ def _bwd(dy, x, w, b, stats, num_groups, eps, needs_params):
     n_rows, channels = batch * num_groups, num_channels // num_groups
     plan = BWD.plan(x.device, _key(*sizes, x.itemsize))
     grid = _grid_of(plan, n_rows, channels, spatial)
-    partial = partial_sums(x, batch * grid.parts, parts * num_channels, dtype) if parts else None
+    partial = partial_sums(x, batch * grid.run_splits, parts * num_channels, dtype) if parts else None
     tensors = dy, x, w, stats, dx, partial
     _launch(plan, grid, tensors, (n_rows, num_groups, channels, spatial), (parts == 2,), 2)
     return dx, column_sum(DW, partial, dtype) if parts else x.new_empty(0, dtype=dtype)
@@ -296,8 +296,8 @@ def liger_group_norm(
 ) -> torch.Tensor:
     """GroupNorm: X normalised over each group of num_channels / num_groups channels, times the weight plus the bias.
 
-    X: [batch, num_channels, ...]; affine_scaling_weight, affine_shifting_bias: [num_channels] or None, the bias only
-    together with the weight. fp32, fp16 or bf16 (fp64 too on the CPU). Returns a contiguous tensor like X.
+    X: [batch, num_channels, ...]; affine_scaling_weight, affine_shifting_bias: [num_channels] or None; the bias needs
+    the weight. fp32, fp16 or bf16 (fp64 too on the CPU). Returns a contiguous tensor like X.
     Raises `ValueError` for shapes, dtypes, devices or a number of groups that do not fit.
     """
     check_integers("liger_group_norm", num_channels=num_channels, num_groups=num_groups)
@@ -312,7 +312,7 @@ class LigerGroupNorm(torch.nn.Module):
     """GroupNorm layer over [batch, num_channels, ...].
 
     num_groups must divide num_channels; init_fn: `ones` or `zeros` for the weight.
-    bias: True and False both have one, which starts at zero, as in Liger, whose state dicts contain it; None has none.
+    bias: with True and with False there is a bias, which starts at zero, as in Liger's state dicts; None: no bias.
     """
 
     def __init__(
@@ -353,11 +353,11 @@ def sample(sizes, dtype, device, generator, *, bias=True, affine=True) -> Sample
     drawn = normal(dtype, device, generator)
     w = drawn(num_channels) if affine else None
     b = drawn(num_channels) if affine and bias else None
-    size = num_channels // groups * spatial
+    group_values = num_channels // groups * spatial
     return Sample(
         args=(drawn(batch, num_channels, spatial), w, b, num_channels, groups, 1e-6),
-        reduction=size,
-        grad_reduction=max(size, batch * spatial),
+        reduction=group_values,
+        grad_reduction=max(group_values, batch * spatial),
         moved=5 * batch * num_channels * spatial * dtype.itemsize,
     )
 

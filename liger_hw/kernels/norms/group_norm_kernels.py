@@ -1,8 +1,8 @@
-"""The kernels of group_norm; group_norm.py says what they compute.
+"""Kernels of group_norm; the formulas are in group_norm.py.
 
-Forward and backward have two each. In `_group_norm_*_kernel` programs are independent, and groups larger than a tile
-are read twice. In `_group_norm_cooperative_*_kernel` each program holds one tile of a group, everything is read once,
-and the programs of a group exchange partial sums (`runtime.cooperative`).
+A tile is BLOCK_SIZE values of each channel of a run, which is CHANNELS neighbouring channels. In `_group_norm_*_kernel`
+programs are independent, and groups larger than a tile are read twice. In `_group_norm_cooperative_*_kernel` each
+program holds one tile of a group and exchanges partial sums with the others (`runtime.cooperative`).
 """
 
 from __future__ import annotations
@@ -14,34 +14,33 @@ from ..rows.blocks import keep_narrow
 
 @triton.jit
 def _offsets(spatial, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """Offsets of a tile's values from its first, [CHANNELS, BLOCK_SIZE]; in 64 bits, as a channel may be long."""
+    """Offsets of a tile's values from its first, [CHANNELS, BLOCK_SIZE], int64 because channels may be long."""
     return tl.arange(0, CHANNELS).to(tl.int64)[:, None] * spatial + tl.arange(0, BLOCK_SIZE)[None, :]
 
 
 @triton.jit
 def _tile_of_group(tile, channels, spatial, EVEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """(offset of a tile in its group, its channels in the group, their mask, mask of its values)."""
-    tiles = tl.cdiv(spatial, BLOCK_SIZE)
-    run, part = tile // tiles, tile % tiles
-    offset = (run * CHANNELS).to(tl.int64) * spatial + part * BLOCK_SIZE
+    """(offset of the tile in its group, indices of its channels in the group, channel mask, mask of its values)."""
+    run_tiles = tl.cdiv(spatial, BLOCK_SIZE)
+    run, tile_of_run = tile // run_tiles, tile % run_tiles
+    offset = (run * CHANNELS).to(tl.int64) * spatial + tile_of_run * BLOCK_SIZE
     in_group = run * CHANNELS + tl.arange(0, CHANNELS)
     if EVEN:  # tiles fill the group exactly: constant masks, which the compiler drops
         channel_mask, mask = tl.full([CHANNELS], 1, tl.int1), tl.full([CHANNELS, BLOCK_SIZE], 1, tl.int1)
     else:
         channel_mask = in_group < channels
-        mask = channel_mask[:, None] & (part * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE) < spatial)[None, :]
+        mask = channel_mask[:, None] & (tile_of_run * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE) < spatial)[None, :]
     return offset, in_group, channel_mask, mask
 
 
 @triton.jit
-def _tiles_of_split(split, share, parts, channels, spatial, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """(first tile, number of tiles) of a split of a group: whole runs of CHANNELS channels, or one of `parts` parts of
-    a run."""
-    s_tiles = tl.cdiv(spatial, BLOCK_SIZE)
-    span = tl.where(parts == 1, share, s_tiles)
-    first = (split // parts) * span + (split % parts) * share
-    end = tl.minimum((split // parts + 1) * span, tl.cdiv(channels, CHANNELS) * s_tiles)
-    return first, tl.minimum(share, end - first)
+def _split_range(split, split_tiles, run_splits, channels, spatial, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+    """(first tile, number of tiles) of a split: whole runs if run_splits is 1, else a run's run_splits-th part."""
+    run_tiles = tl.cdiv(spatial, BLOCK_SIZE)
+    span = tl.where(run_splits == 1, split_tiles, run_tiles)
+    first = (split // run_splits) * span + (split % run_splits) * split_tiles
+    end = tl.minimum((split // run_splits + 1) * span, tl.cdiv(channels, CHANNELS) * run_tiles)
+    return first, tl.minimum(split_tiles, end - first)
 
 
 @triton.jit
@@ -51,7 +50,7 @@ def _sum(x):
 
 @triton.jit
 def _combined_mean_and_m2(Stats_ptr, row, splits):
-    """(mean, summed squared deviation) of a group from the (count, mean, m2) of its splits."""
+    """(mean, sum of squared deviations) of a group, from (count, mean, sum of squared deviations) of its splits."""
     offsets = tl.arange(0, 64)
     count = tl.zeros([64], dtype=tl.float32)
     total = tl.zeros([64], dtype=tl.float32)
@@ -84,8 +83,7 @@ def _combined_sums(Sums_ptr, row, splits):
 
 @triton.jit
 def _normalize_and_store(centred, rstd, W_ptr, B_ptr, Y_ptrs, channel, channel_mask, mask):
-    """Store y = centred * rstd * w + b, where centred is x - mean, with `evict_first`: groups that are read again then
-    stay in the cache."""
+    """Store y = centred * rstd * w + b; centred: x - mean. `evict_first` keeps x in the cache for its second read."""
     if W_ptr is not None:
         w = tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)
         y = centred * (rstd * w)[:, None]
@@ -96,21 +94,21 @@ def _normalize_and_store(centred, rstd, W_ptr, B_ptr, Y_ptrs, channel, channel_m
     tl.store(Y_ptrs, y.to(Y_ptrs.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_groups", "channels", "splits", "share", "parts"])
+@triton.jit(do_not_specialize=["n_rows", "n_groups", "channels", "splits", "split_tiles", "run_splits"])
 def _group_norm_fwd_kernel(
     X_ptr,
     W_ptr,
     B_ptr,
     Y_ptr,
     STATS_ptr,
-    Shared_ptr,
+    Split_stats_ptr,
     n_rows,
     n_groups,
     channels,
     spatial,
     splits,
-    share,
-    parts,
+    split_tiles,
+    run_splits,
     eps,
     EVEN: tl.constexpr,
     WHOLE_GROUP: tl.constexpr,
@@ -122,28 +120,28 @@ def _group_norm_fwd_kernel(
 ):
     """Program (p, s) takes split s of the groups p, p + programs, ...: SUM computes statistics, APPLY writes y.
 
-    One launch does both if a group has one split. Otherwise the first launch leaves the splits' count, mean and m2 in
-    Shared_ptr [n_rows, splits, 3], and the second begins with the last groups, which are still in cache. Each position
-    of the tile sums differences from the first value it read, which avoids cancellation without a reduction before it.
+    One launch does both if a group has one split. Otherwise the first launch stores each split's count, mean and sum of
+    squared deviations in Split_stats_ptr [n_rows, splits, 3]. The second begins with the last groups, which are still
+    in cache. To avoid cancellation, each position of the tile sums differences from the first value it read.
     """
-    first, count = _tiles_of_split(tl.program_id(1), share, parts, channels, spatial, BLOCK_SIZE, CHANNELS)
+    first, count = _split_range(tl.program_id(1), split_tiles, run_splits, channels, spatial, BLOCK_SIZE, CHANNELS)
     offsets = _offsets(spatial, BLOCK_SIZE, CHANNELS)
     size = channels.to(tl.int64) * spatial
-    values = size.to(tl.float32)
+    n_values = size.to(tl.float32)
     ROW_STAGES: tl.constexpr = STAGES if WHOLE_GROUP else 1
     for turn in tl.range(tl.program_id(0), n_rows, tl.num_programs(0), num_stages=ROW_STAGES):
         row = turn if SUM else n_rows - 1 - turn
         start = row * size
-        from_channel = (row % n_groups) * channels
+        first_channel = (row % n_groups) * channels
         if WHOLE_GROUP or SUM:
             _, in_group, channel_mask, mask = _tile_of_group(0, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
             x = tl.load(X_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
         if WHOLE_GROUP:
-            mean = _sum(x) / values
+            mean = _sum(x) / n_values
             centred = tl.where(mask, x - mean, 0.0)
-            rstd = tl.rsqrt(_sum(centred * centred) / values + eps)
+            rstd = tl.rsqrt(_sum(centred * centred) / n_values + eps)
             _normalize_and_store(
-                centred, rstd, W_ptr, B_ptr, Y_ptr + start + offsets, from_channel + in_group, channel_mask, mask
+                centred, rstd, W_ptr, B_ptr, Y_ptr + start + offsets, first_channel + in_group, channel_mask, mask
             )
         else:
             if SUM:
@@ -162,28 +160,28 @@ def _group_norm_fwd_kernel(
                     shifted_squares += shifted * shifted
                 if EVEN:
                     counts += count
-                off = shifted_sum / tl.maximum(counts, 1.0)
+                mean_shifted = shifted_sum / tl.maximum(counts, 1.0)
                 n = _sum(counts)
-                mean = _sum(counts * (x + off)) / n
-                centred = x + off - mean
-                m2 = _sum(shifted_squares - shifted_sum * off + counts * centred * centred)
+                mean = _sum(counts * (x + mean_shifted)) / n
+                centred = x + mean_shifted - mean
+                m2 = _sum(shifted_squares - shifted_sum * mean_shifted + counts * centred * centred)
                 if not APPLY:
-                    shared = Shared_ptr + (row * splits + tl.program_id(1)) * 3
-                    tl.store(shared, n)
-                    tl.store(shared + 1, mean)
-                    tl.store(shared + 2, m2)
+                    stats_ptr = Split_stats_ptr + (row * splits + tl.program_id(1)) * 3
+                    tl.store(stats_ptr, n)
+                    tl.store(stats_ptr + 1, mean)
+                    tl.store(stats_ptr + 2, m2)
             else:
-                mean, m2 = _combined_mean_and_m2(Shared_ptr, row, splits)
+                mean, m2 = _combined_mean_and_m2(Split_stats_ptr, row, splits)
             if APPLY:
-                rstd = tl.rsqrt(m2 / values + eps)
+                rstd = tl.rsqrt(m2 / n_values + eps)
                 for tile in tl.range(0, count, num_stages=STAGES):
                     offset, in_group, channel_mask, mask = _tile_of_group(
                         first + count - 1 - tile, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS
-                    )  # backwards: what was read last is still in cache
+                    )  # backwards: the last tiles are still in cache
                     at = start + offset
                     centred = tl.load(X_ptr + at + offsets, mask=mask, other=0.0).to(tl.float32) - mean
                     _normalize_and_store(
-                        centred, rstd, W_ptr, B_ptr, Y_ptr + at + offsets, from_channel + in_group, channel_mask, mask
+                        centred, rstd, W_ptr, B_ptr, Y_ptr + at + offsets, first_channel + in_group, channel_mask, mask
                     )
         if APPLY:
             tl.store(STATS_ptr + row, mean, mask=tl.program_id(1) == 0)
@@ -192,9 +190,9 @@ def _group_norm_fwd_kernel(
 
 @triton.jit
 def _channel_sums(totals, dots, rstd, W_ptr, Row_ptr, width, channel, channel_mask, HAS_BIAS: tl.constexpr):
-    """Sums of m and m * h of each channel of a tile. totals, dots: dy and dy * (x - mean) at its positions.
+    """Return the sums of m and m * h of each channel; totals, dots: sums of dy and dy * (x - mean) at each position.
 
-    The sums of dy * h and dy, for dw and db, are stored in Row_ptr if there is one.
+    Store the sums of dy * h and, if HAS_BIAS, of dy in Row_ptr, unless it is None.
     """
     total = tl.sum(totals, axis=1)
     dot = tl.sum(dots, axis=1) * rstd
@@ -209,9 +207,9 @@ def _channel_sums(totals, dots, rstd, W_ptr, Row_ptr, width, channel, channel_ma
 
 
 @triton.jit
-def _dx(dy, centred, rstd, total, dot, values, W_ptr, channel, channel_mask):
-    """dx of a tile. centred: x - mean; total, dot: sums of m and m * h over all `values` values of the group."""
-    common = centred * (rstd * rstd * dot / values) + rstd * total / values
+def _dx(dy, centred, rstd, total, dot, n_values, W_ptr, channel, channel_mask):
+    """dx of a tile. centred: x - mean; total, dot: sums of m and m * h over the n_values values of the group."""
+    common = centred * (rstd * rstd * dot / n_values) + rstd * total / n_values
     if W_ptr is not None:
         w = tl.load(W_ptr + channel, mask=channel_mask, other=0.0).to(tl.float32)
         return dy * (rstd * w)[:, None] - common
@@ -220,14 +218,14 @@ def _dx(dy, centred, rstd, total, dot, values, W_ptr, channel, channel_mask):
 
 
 @triton.jit
-def _partial_row(Partial_ptr, line, width, HAS_BIAS: tl.constexpr):
-    lines = None
+def _partial_row(Partial_ptr, row, width, HAS_BIAS: tl.constexpr):
+    row_ptr = None
     if Partial_ptr is not None:
-        lines = Partial_ptr + (line + tl.zeros([1], dtype=tl.int64)) * width * (1 + HAS_BIAS)
-    return lines
+        row_ptr = Partial_ptr + (row + tl.zeros([1], dtype=tl.int64)) * width * (1 + HAS_BIAS)
+    return row_ptr
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_groups", "channels", "splits", "share", "parts"])
+@triton.jit(do_not_specialize=["n_rows", "n_groups", "channels", "splits", "split_tiles", "run_splits"])
 def _group_norm_bwd_kernel(
     DY_ptr,
     X_ptr,
@@ -235,14 +233,14 @@ def _group_norm_bwd_kernel(
     STATS_ptr,
     DX_ptr,
     Partial_ptr,
-    Shared_ptr,
+    Split_sums_ptr,
     n_rows,
     n_groups,
     channels,
     spatial,
     splits,
-    share,
-    parts,
+    split_tiles,
+    run_splits,
     HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     WHOLE_GROUP: tl.constexpr,
@@ -252,33 +250,34 @@ def _group_norm_bwd_kernel(
     CHANNELS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Programs, splits, SUM and APPLY as in the forward; Shared_ptr [n_rows, splits, 2] holds sums of m and m * h.
+    """Programs, splits, SUM and APPLY as in the forward. Split_sums_ptr [n_rows, splits, 2]: sums of m and of m * h.
 
-    Partial_ptr [batch * parts, num_channels], twice as wide if HAS_BIAS: sums of dy * h, then of dy; None if the
+    Partial_ptr [batch * run_splits, num_channels], twice as wide if HAS_BIAS: sums of dy * h, then of dy; None if the
     parameters need no gradient.
     """
-    first, count = _tiles_of_split(tl.program_id(1), share, parts, channels, spatial, BLOCK_SIZE, CHANNELS)
-    run = tl.minimum(count, tl.cdiv(spatial, BLOCK_SIZE))  # tiles of one run of channels
+    first, count = _split_range(tl.program_id(1), split_tiles, run_splits, channels, spatial, BLOCK_SIZE, CHANNELS)
+    run_tiles = tl.minimum(count, tl.cdiv(spatial, BLOCK_SIZE))  # tiles of a run in this split
     offsets = _offsets(spatial, BLOCK_SIZE, CHANNELS)
     size = channels.to(tl.int64) * spatial
-    values = size.to(tl.float32)
+    n_values = size.to(tl.float32)
     width = n_groups * channels
     ROW_STAGES: tl.constexpr = STAGES if WHOLE_GROUP else 1
     for turn in tl.range(tl.program_id(0), n_rows, tl.num_programs(0), num_stages=ROW_STAGES):
         row = turn if SUM else n_rows - 1 - turn
         start = row * size
-        from_channel = (row % n_groups) * channels
-        row_ptr = _partial_row(Partial_ptr, (row // n_groups) * parts + tl.program_id(1) % parts, width, HAS_BIAS)
+        first_channel = (row % n_groups) * channels
+        partial_row = (row // n_groups) * run_splits + tl.program_id(1) % run_splits
+        row_ptr = _partial_row(Partial_ptr, partial_row, width, HAS_BIAS)
         mean = tl.load(STATS_ptr + row)
         rstd = tl.load(STATS_ptr + n_rows + row)
         if WHOLE_GROUP:
             _, in_group, channel_mask, mask = _tile_of_group(0, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
-            channel = from_channel + in_group
+            channel = first_channel + in_group
             centred = tl.load(X_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32) - mean
             dy = tl.load(DY_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
             total, dot = _channel_sums(dy, dy * centred, rstd, W_ptr, row_ptr, width, channel, channel_mask, HAS_BIAS)
             total, dot = tl.sum(total, axis=0), tl.sum(dot, axis=0)
-            dx = _dx(dy, centred, rstd, total, dot, values, W_ptr, channel, channel_mask)
+            dx = _dx(dy, centred, rstd, total, dot, n_values, W_ptr, channel, channel_mask)
             tl.store(DX_ptr + start + offsets, dx.to(DX_ptr.dtype.element_ty), mask=mask)
         else:
             if SUM:
@@ -295,41 +294,41 @@ def _group_norm_bwd_kernel(
                     dy = tl.load(DY_ptr + at + offsets, mask=mask, other=0.0).to(tl.float32)
                     totals += dy
                     dots += dy * centred
-                    if tile % run == run - 1:  # the last tile of these channels
-                        channel = from_channel + in_group
-                        of_m, of_mh = _channel_sums(
+                    if tile % run_tiles == run_tiles - 1:  # the last tile of these channels
+                        channel = first_channel + in_group
+                        channel_total, channel_dot = _channel_sums(
                             totals, dots, rstd, W_ptr, row_ptr, width, channel, channel_mask, HAS_BIAS
                         )
-                        total += of_m
-                        dot += of_mh
+                        total += channel_total
+                        dot += channel_dot
                         totals = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
                         dots = tl.zeros([CHANNELS, BLOCK_SIZE], dtype=tl.float32)
                 total, dot = tl.sum(total, axis=0), tl.sum(dot, axis=0)
                 if not APPLY:
-                    shared = Shared_ptr + (row * splits + tl.program_id(1)) * 2
-                    tl.store(shared, total)
-                    tl.store(shared + 1, dot)
+                    sums_ptr = Split_sums_ptr + (row * splits + tl.program_id(1)) * 2
+                    tl.store(sums_ptr, total)
+                    tl.store(sums_ptr + 1, dot)
             else:
-                total, dot = _combined_sums(Shared_ptr, row, splits)
+                total, dot = _combined_sums(Split_sums_ptr, row, splits)
             if APPLY:
                 for tile in tl.range(0, count, num_stages=STAGES):
                     offset, in_group, channel_mask, mask = _tile_of_group(
                         first + count - 1 - tile, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS
-                    )  # backwards: what was read last is still in cache
+                    )  # backwards: the last tiles are still in cache
                     at = start + offset
                     centred = tl.load(X_ptr + at + offsets, mask=mask, other=0.0).to(tl.float32) - mean
                     dy = tl.load(DY_ptr + at + offsets, mask=mask, other=0.0).to(tl.float32)
-                    dx = _dx(dy, centred, rstd, total, dot, values, W_ptr, from_channel + in_group, channel_mask)
+                    dx = _dx(dy, centred, rstd, total, dot, n_values, W_ptr, first_channel + in_group, channel_mask)
                     dx = dx.to(DX_ptr.dtype.element_ty)
                     tl.store(DX_ptr + at + offsets, dx, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
 def _count_of_tile(tile, channels, spatial, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """How many values of a group are in a tile; `tile` may be a tensor of tiles."""
-    tiles = tl.cdiv(spatial, BLOCK_SIZE)
-    run = tl.minimum(channels - tile // tiles * CHANNELS, CHANNELS)
-    return (run * tl.minimum(spatial - tile % tiles * BLOCK_SIZE, BLOCK_SIZE)).to(tl.float32)
+    """The number of values of tile number `tile`, which may be a tensor of numbers."""
+    run_tiles = tl.cdiv(spatial, BLOCK_SIZE)
+    tile_channels = tl.minimum(channels - tile // run_tiles * CHANNELS, CHANNELS)
+    return (tile_channels * tl.minimum(spatial - tile % run_tiles * BLOCK_SIZE, BLOCK_SIZE)).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_groups", "channels", "splits"])
@@ -352,9 +351,9 @@ def _group_norm_cooperative_fwd_kernel(
     CHANNELS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program t * splits + s holds tile s of the groups t, t + groups_at_once, ... STAGES > 1: it prefetches the next.
+    """Program t * splits + s holds tile s of the groups t, t + groups_at_once, ...; if STAGES > 1 it prefetches them.
 
-    Words_ptr [n_rows, LANES], zeroed: where tiles publish their mean and summed squared deviation from it.
+    Words_ptr [n_rows, LANES], zeroed: here each tile publishes its mean and its sum of squared deviations from it.
     """
     split = tl.program_id(0) % splits
     groups_at_once = tl.num_programs(0) // splits
@@ -378,8 +377,8 @@ def _group_norm_cooperative_fwd_kernel(
         words_ptr = Words_ptr + row * tl.full([], LANES, tl.int64)
         publish(words_ptr + split, mean, _sum(centred * centred))
         if STAGES > 1:
-            following = X_ptr + (row + groups_at_once) * size + offsets
-            x_next = tl.load(following, mask=mask & (row + groups_at_once < n_rows), other=0.0)
+            next_ptrs = X_ptr + (row + groups_at_once) * size + offsets
+            x_next = tl.load(next_ptrs, mask=mask & (row + groups_at_once < n_rows), other=0.0)
         means, m2 = collect(words_ptr, splits, LANES)
         mean = tl.sum(counts * means, axis=0) / size.to(tl.float32)
         m2 = tl.sum(m2 + counts * (means - mean) * (means - mean), axis=0)
@@ -413,16 +412,16 @@ def _group_norm_cooperative_bwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Programs as in the forward; Words_ptr is where tiles publish their sums of m and m * h.
+    """Programs as in the forward. Words_ptr [n_rows, LANES], zeroed: here each tile publishes its sums of m and m * h.
 
-    Partial_ptr [batch * tiles of a channel, num_channels], twice as wide if HAS_BIAS, as in `_group_norm_bwd_kernel`.
+    Partial_ptr [batch * run_tiles, num_channels], twice as wide if HAS_BIAS: as in `_group_norm_bwd_kernel`.
     """
     split = tl.program_id(0) % splits
     groups_at_once = tl.num_programs(0) // splits
     offset, in_group, channel_mask, mask = _tile_of_group(split, channels, spatial, EVEN, BLOCK_SIZE, CHANNELS)
     offsets = offset + _offsets(spatial, BLOCK_SIZE, CHANNELS)
     size = channels.to(tl.int64) * spatial
-    parts = tl.cdiv(spatial, BLOCK_SIZE)
+    run_tiles = tl.cdiv(spatial, BLOCK_SIZE)
     width = n_groups * channels
     for row in tl.range(tl.program_id(0) // splits, n_rows, groups_at_once):
         x = tl.load(X_ptr + row * size + offsets, mask=mask, other=0.0)
@@ -430,7 +429,7 @@ def _group_norm_cooperative_bwd_kernel(
         mean = tl.load(STATS_ptr + row)
         rstd = tl.load(STATS_ptr + n_rows + row)
         channel = (row % n_groups) * channels + in_group
-        row_ptr = _partial_row(Partial_ptr, (row // n_groups) * parts + split % parts, width, HAS_BIAS)
+        row_ptr = _partial_row(Partial_ptr, (row // n_groups) * run_tiles + split % run_tiles, width, HAS_BIAS)
         totals = dy.to(tl.float32)
         dots = totals * (x.to(tl.float32) - mean)
         total, dot = _channel_sums(totals, dots, rstd, W_ptr, row_ptr, width, channel, channel_mask, HAS_BIAS)

@@ -119,7 +119,7 @@ class LigerLayerNorm(torch.nn.Module):
     """LayerNorm layer: y = (x - mean) / sqrt(var + eps) * weight + bias.
 
     hidden_size: size of the last dimension; init_fn: `ones` or `zeros` for the weight.
-    bias: True and False both have one, which starts at zero, as in Liger, whose state dicts contain it; None has none.
+    bias: with True and with False there is a bias, which starts at zero, as in Liger's state dicts; None: no bias.
     impl, mode, backend: Liger's choice among its implementations; kept as attributes, without effect.
     """
 

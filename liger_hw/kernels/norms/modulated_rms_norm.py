@@ -1,10 +1,10 @@
 """Modulated RMSNorm, the norm of diffusion transformers: y = rms_norm(x, w) * (1 + scale) + shift.
 
-scale is [n_mods, n_cols] when flattened; each row of it applies to n_rows / n_mods consecutive rows of x. Statistics,
+scale is flattened to [n_mods, n_cols]; each row of it applies to n_rows / n_mods consecutive rows of x. Statistics,
 products and sums are fp32. Casting modes and y's dtype are rms_norm's; y is rounded once, after the modulation.
 Saved for backward: x, w, scale, shift (for its dtype), and rstd = 1 / sqrt(mean(x^2) + eps), one fp32 a row.
-Backward, with g = (offset + w) * (1 + scale), m = dy * g and h = x * rstd:  dx = rstd * (m - h * mean(m * h)), and with
-q = sum of dy * h over the rows that share a modulation:  dscale = (offset + w) * q,  dshift = the same sum of dy,
+Backward, with m = dy * (offset + w) * (1 + scale) and h = x * rstd:  dx = rstd * (m - h * mean(m * h)). With q and
+dshift the sums of dy * h and of dy over the rows of a modulation:  dscale = (offset + w) * q,
 dw = sum over modulations of (1 + scale) * q.
 
 Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", https://arxiv.org/abs/2212.09748; the norm is
@@ -54,14 +54,14 @@ def _fwd_reference(x, w, scale, shift, eps, offset, casting):
     return y.reshape(x.shape).to(out_dtype(x, w, casting)).contiguous(), rstd
 
 
-_MOST_SUMMED_AT_ONCE = 512  # partial sums of a column: a tile of as many rows and 16 columns fits the registers
-_FEW_ELEMENTS = 2048  # a multiprocessor: reading them twice costs less than a second launch that sums
+_MAX_PARTIAL_ROWS = 512  # rows of partial sums that one program adds up: 512 rows of 16 columns fit the registers
+_SUM_IN_LAUNCH = 2048  # up to these elements a multiprocessor, reading x and dy twice is faster than a second launch
 
 
 def _programs_a_group(programs: int, groups: int, n_tiles: int) -> int:
-    """One wave shared by the groups, or with many groups four waves, so that a partial last wave costs little."""
-    share = programs // groups if programs >= 4 * groups else cdiv(4 * programs, groups)
-    return max(1, min(share, n_tiles))
+    """`programs` / groups; with many groups four times that, so that a partial last wave of programs costs little."""
+    per_group = programs // groups if programs >= 4 * groups else cdiv(4 * programs, groups)
+    return max(1, min(per_group, n_tiles))
 
 
 def _fwd(x, w, scale, shift, eps, offset, casting):
@@ -76,23 +76,23 @@ def _fwd(x, w, scale, shift, eps, offset, casting):
         plan = FWD.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
         block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
         whole, block_2 = row_blocks(n_cols, block)
-        keep = 2 if whole and n_rows <= rows * plan.programs else int(whole and rows_per_mod >= 2 * rows)
-        groups = n_rows // rows_per_mod if keep == 1 else 1
+        load_mods = 2 if whole and n_rows <= rows * plan.programs else int(whole and rows_per_mod >= 2 * rows)
+        groups = n_rows // rows_per_mod if load_mods == 1 else 1
         n_tiles = cdiv(n_rows // groups, rows)
         chunks = _programs_a_group(plan.programs or n_rows, groups, n_tiles)
         strides = stride, scale_stride, shift_stride
         numbers = n_cols, rows_per_mod, n_rows // groups, n_tiles, chunks
         args = (x, w, scale, shift, y, rstd, *strides, *numbers, eps, offset)
-        launch(plan, FWD.kernels[0], (groups * chunks,), args, (casting, keep, whole, block_2))
+        launch(plan, FWD.kernels[0], (groups * chunks,), args, (casting, load_mods, whole, block_2))
     return y, rstd
 
 
 def _summed_rows(plan: Plan, n_mods: int, n_rows: int, n_cols: int) -> tuple[int, int]:
-    """(SUM_MODS, SUM_ROWS) if additional programs of the launch sum the columns, else (0, 0): for many rows, and for a
-    single row, which needs no sum."""
+    """(SUM_MODS, SUM_ROWS) if additional programs of the launch sum over rows. (0, 0) for many rows, and for one row,
+    which needs no sum."""
     mods, per_mod = next_power_of_2(n_mods), next_power_of_2(n_rows // n_mods)
     few = max(n_rows, mods * per_mod) <= min(MOST_ROWS_SUMMED, plan.target.multiprocessors)
-    if n_rows == 1 or not few or mods * per_mod * n_cols > _FEW_ELEMENTS * plan.target.multiprocessors:
+    if n_rows == 1 or not few or mods * per_mod * n_cols > _SUM_IN_LAUNCH * plan.target.multiprocessors:
         return 0, 0
     return mods, per_mod
 
@@ -126,18 +126,18 @@ def _bwd(dy, x, w, scale, shift, rstd, eps, offset, casting, needs_params):
         sum_mods, sum_rows = _summed_rows(plan, n_mods, n_rows, n_cols)
     if sum_mods:
         sum_programs = cdiv(n_cols, summed_columns(sum_mods * sum_rows))
-    complete = per_row or sum_programs > 0  # the launch itself stores dscale and dshift
+    mods_stored = per_row or sum_programs > 0  # this launch stores dscale and dshift
     partial = None
-    if needs_params and not complete:
+    if needs_params and not mods_stored:
         partial = x.new_empty((groups * chunks, (1 + has_shift) * n_cols), dtype=torch.float32)
     elif needs_params and w is not None:
         partial = partial_sums(x, 1 if sum_programs else chunks, n_cols, w.dtype)
-    stored = (dscale, dshift) if complete else (None, None)
+    dmods = (dscale, dshift) if mods_stored else (None, None)
     numbers = n_cols, n_rows // groups, n_mods, offset
-    args = (dy, x, w, scale, rstd, dot, dx, *stored, partial, *strides, *numbers)
+    args = (dy, x, w, scale, rstd, dot, dx, *dmods, partial, *strides, *numbers)
     flags = casting, per_row, has_shift, block_2, sum_mods, sum_rows
     launch(plan, BWD.kernels[0], (groups * chunks + sum_programs, col_tiles), args, flags)
-    if needs_params and not complete:
+    if needs_params and not mods_stored:
         key = row_key(n_rows, n_cols, x.itemsize)
         partial = _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_cols, chunks, offset)
     dw = column_sum(DW, partial, w.dtype) if needs_params and w is not None else None
@@ -145,13 +145,13 @@ def _bwd(dy, x, w, scale, shift, rstd, eps, offset, casting, needs_params):
 
 
 def _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_cols, chunks, offset):
-    """Fills dscale and, if there is one, dshift from `partial` [n_mods * chunks, (1 or 2) * n_cols].
+    """Fill dscale and dshift (or None) from `partial` [n_mods * chunks, n_cols], twice as wide with a shift.
 
-    Returns rows that add up to dw, or None without a w. If a program can hold all partial sums of its columns, one
-    launch sums all modulations. Otherwise the launch sums each modulation by itself, and the rows are one for each.
+    Returns fp32 terms of dw [n_mods, n_cols], or None without a w. If a program can hold the partial sums of all
+    modulations, it adds these terms as well and returns dw [1, n_cols].
     """
     mods, per_mod = next_power_of_2(n_mods), next_power_of_2(chunks)
-    at_once = mods * per_mod <= _MOST_SUMMED_AT_ONCE
+    at_once = mods * per_mod <= _MAX_PARTIAL_ROWS
     plan = (BWD_ALL_SUMS if at_once else BWD_SUMS).plan(partial.device, key)
     col_tiles = cdiv(n_cols, plan.config.blocks["BLOCK_N"])
     dw = None
@@ -167,8 +167,8 @@ def _sum_chunks(key, partial, w, scale, dscale, dshift, scale_stride, n_mods, n_
     return dw
 
 
-def _serves(scale: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether each row of `scale` belongs to equally many consecutive rows of `x`."""
+def _rows_divide(scale: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether each row of `scale` applies to equally many consecutive rows of `x`."""
     rows = math.prod(scale.shape[:-1])
     if rows == 1 or scale.shape == x.shape:
         return True
@@ -179,7 +179,7 @@ def _serves(scale: torch.Tensor, x: torch.Tensor) -> bool:
 
 def _misfit(X, W, scale, shift, *numbers) -> str:
     n_cols = X.shape[-1]
-    if not scale.dim() or scale.shape[-1] != n_cols or not _serves(scale, X):
+    if not scale.dim() or scale.shape[-1] != n_cols or not _rows_divide(scale, X):
         expected = f"[{n_cols}], [batch, {n_cols}], [batch, 1, {n_cols}] or X's shape"
         return f"scale must be {expected}, got {tuple(scale.shape)} for X of {tuple(X.shape)}"
     if shift is not None and shift.shape != scale.shape:
@@ -219,9 +219,9 @@ def liger_modulated_rms_norm(
 ) -> torch.Tensor:
     """X / sqrt(mean(X^2) + eps) * (offset + W) * (1 + scale) + shift, over the last dimension.
 
-    X: [..., n_cols]; W: [n_cols] or None; scale: [n_cols], [batch, n_cols], [batch, 1, n_cols] or X's shape; each of
-    its rows is for equally many consecutive rows of X; shift: like scale, or None. fp32, fp16 or bf16 (fp64 too on the
-    CPU). Returns [..., n_cols]. casting_mode: `llama`, `gemma` or `none`, as for `liger_rms_norm`.
+    X: [..., n_cols]; W: [n_cols] or None; fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols].
+    scale: [n_cols], [batch, n_cols], [batch, 1, n_cols] or X's shape; each row applies to equally many consecutive rows
+    of X. shift: like scale, or None. casting_mode: `llama`, `gemma` or `none`, as for `liger_rms_norm`.
     in_place: accepted for compatibility; the gradient never overwrites a tensor the caller can see.
     Raises `ValueError` for shapes, dtypes, devices or a casting mode that do not fit.
     """
@@ -269,10 +269,10 @@ def sample(
         n_mods = n_rows or 1
     drawn = normal(dtype, device, generator)
     x, w = drawn(n_rows, n_cols), drawn(n_cols) if affine else None
-    scale, moved_by = drawn(n_mods, n_cols), drawn(n_mods, n_cols) if shift else None
-    rows_moved = 5 * n_rows + (2 if moved_by is None else 3) * n_mods
+    scale, shifts = drawn(n_mods, n_cols), drawn(n_mods, n_cols) if shift else None
+    rows_moved = 5 * n_rows + (2 if shifts is None else 3) * n_mods
     return Sample(
-        args=(x, w, scale, moved_by, 1e-6, offset, casting_mode),
+        args=(x, w, scale, shifts, 1e-6, offset, casting_mode),
         reduction=n_cols,
         grad_reduction=max(n_rows, n_cols),
         moved=rows_moved * n_cols * dtype.itemsize,

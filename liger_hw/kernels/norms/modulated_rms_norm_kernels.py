@@ -1,7 +1,7 @@
-"""The kernels of modulated_rms_norm and their tunables; modulated_rms_norm.py says what they compute.
+"""Kernels of modulated_rms_norm and their tunables; the formulas are in modulated_rms_norm.py.
 
-Unlike the rows of forward.py and backward.py these come in groups that share a modulation. A program takes rows of one
-group, whose factor (offset + w) * (1 + scale) takes the place of offset + w, or reads a factor for each row.
+A modulation (mod) is one row of scale and of shift. Programs take rows that share a modulation and load its factor
+(offset + w) * (1 + scale) once, or load a modulation for each row.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from .forward import normalised
 
 
 @triton.jit
-def _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, mask, offset):
-    """(offset + W) * (1 + scale) in fp32, [mods, columns]; None for columns that are None."""
+def _load_factors(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, mask, offset):
+    """(offset + W) * (1 + scale) in fp32, [mods, columns]; None if `cols` is None."""
     scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "")
     w = load_scale(W_ptr, cols, exist, offset)
     gain = None if scale is None else 1.0 + scale.to(tl.float32)
@@ -82,7 +82,7 @@ def _modulated_rms_norm_fwd_kernel(
     eps,
     offset,
     CASTING: tl.constexpr,
-    KEEP: tl.constexpr,
+    LOAD_MODS: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
     BLOCK_2: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -92,52 +92,54 @@ def _modulated_rms_norm_fwd_kernel(
 ):
     """Program g * chunks + p takes the row tiles p, p + chunks, ... of group g, each row in one block or two (BLOCK_2).
 
-    KEEP: 1 if a group is the rows of one modulation, which the program keeps in registers. Otherwise all rows are one
-    group, and each row's modulation is loaded after the row is summed (0) or, if a program has one tile, before (2).
-    Rows too wide to hold are read twice, the second time from cache.
+    LOAD_MODS, when modulations are loaded: 1: once for all rows of a program; a group is the rows of a modulation. Else
+    all rows are one group, and each row's modulation is loaded after the row's rstd is computed (0) or, if each program
+    has one tile, before (2). Rows too wide to hold are read twice.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
-    if KEEP == 1:
+    if LOAD_MODS == 1:
         group = (pid // chunks).to(tl.int64)
         first, end, step = pid % chunks, n_tiles, chunks
     else:
         group = (pid * 0).to(tl.int64)
-        first, end, step = (pid, pid + 1, 1) if KEEP == 2 else (pid, n_tiles, chunks)
+        first, end, step = (pid, pid + 1, 1) if LOAD_MODS == 2 else (pid, n_tiles, chunks)
     if WHOLE_ROW:
         cols, exist = first_columns(0, n_cols, BLOCK_SIZE, BLOCK_2)
         cols_2 = second_columns(BLOCK_SIZE, BLOCK_2)
         exist_2 = which_exist(cols_2, n_cols)
-    if KEEP == 1:
+    if LOAD_MODS == 1:
         mods = group + tl.zeros([1], dtype=tl.int64)
-        gain = _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, exist[None, :], offset)
+        gain = _load_factors(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, exist[None, :], offset)
         shift = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, cols, exist[None, :], ""))
         mod_mask_2 = tile_mask(tl.full([1], 1, tl.int1), exist_2)
-        gain_2 = _load_gain(W_ptr, Scale_ptr, mods, Scale_row_stride, cols_2, exist_2, mod_mask_2, offset)
+        gain_2 = _load_factors(W_ptr, Scale_ptr, mods, Scale_row_stride, cols_2, exist_2, mod_mask_2, offset)
         shift_2 = to_fp32(load_tile(Shift_ptr, mods, Shift_row_stride, cols_2, mod_mask_2, ""))
     for tile in tl.range(first, end, step, num_stages=STAGES):
         in_group = tile * ROWS + tl.arange(0, ROWS)
         row_mask = in_group < rows_per_group
         rows = group * rows_per_group + in_group
-        row_mods = (in_group // rows_per_mod).to(tl.int64)  # where all rows are one group
+        row_mods = (in_group // rows_per_mod).to(tl.int64)  # valid where all rows are one group
         if WHOLE_ROW:
             mask = tile_mask(row_mask, exist)
             mask_2 = tile_mask(row_mask, exist_2)
             x = load_tile(X_ptr, rows, X_row_stride, cols, mask, "")
             x_2 = load_tile(X_ptr, rows, X_row_stride, cols_2, mask_2, "")
-            if KEEP == 2:
-                gain = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols, exist, mask, offset)
+            if LOAD_MODS == 2:
+                gain = _load_factors(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols, exist, mask, offset)
                 shift = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols, mask, ""))
-                gain_2 = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols_2, exist_2, mask_2, offset)
+                gain_2 = _load_factors(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols_2, exist_2, mask_2, offset)
                 shift_2 = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols_2, mask_2, ""))
             rstd = tl.rsqrt(row_sums(squared(x), squared(x_2)) / n_cols + eps)
-            if KEEP == 0:
-                gain = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols, exist, mask, offset)
+            if LOAD_MODS == 0:
+                gain = _load_factors(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols, exist, mask, offset)
                 shift = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols, mask, ""))
             store_tile(Y_ptr, rows, n_cols, cols, _modulated(x, rstd, gain, shift, CASTING), mask)
             if BLOCK_2:
-                if KEEP == 0:
-                    gain_2 = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols_2, exist_2, mask_2, offset)
+                if LOAD_MODS == 0:
+                    gain_2 = _load_factors(
+                        W_ptr, Scale_ptr, row_mods, Scale_row_stride, cols_2, exist_2, mask_2, offset
+                    )
                     shift_2 = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, cols_2, mask_2, ""))
                 y = _modulated(x_2, rstd, gain_2, shift_2, CASTING)
                 store_tile(Y_ptr, rows, n_cols, cols_2, y, mask_2)
@@ -149,11 +151,11 @@ def _modulated_rms_norm_fwd_kernel(
                 squares += squared(load_tile(X_ptr, rows, X_row_stride, start + positions, mask, ""))
             rstd = tl.rsqrt(row_sums(squares, None) / n_cols + eps)
             tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-            for back in range(tiles):  # backwards: what was read last is still in cache
-                at = (tiles - 1 - back) * BLOCK_SIZE + positions
+            for turn in range(tiles):  # backwards: the last tiles are still in cache
+                at = (tiles - 1 - turn) * BLOCK_SIZE + positions
                 mask = tile_mask(row_mask, at < n_cols)
                 x = load_tile(X_ptr, rows, X_row_stride, at, mask, "")
-                gain = _load_gain(W_ptr, Scale_ptr, row_mods, Scale_row_stride, at, at < n_cols, mask, offset)
+                gain = _load_factors(W_ptr, Scale_ptr, row_mods, Scale_row_stride, at, at < n_cols, mask, offset)
                 shift = to_fp32(load_tile(Shift_ptr, row_mods, Shift_row_stride, at, mask, ""))
                 store_tile(Y_ptr, rows, n_cols, at, _modulated(x, rstd, gain, shift, CASTING), mask)
         tl.store(RSTD_ptr + rows, rstd, mask=row_mask)
@@ -163,8 +165,8 @@ def _modulated_rms_norm_fwd_kernel(
 
 
 @triton.jit
-def _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist):
-    """Store dscale, dshift and, if there is a w, dw, from q and the sum of dy, both [modulations, columns]."""
+def _store_gradients(q, dshift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist):
+    """Store dscale, dshift and, with a w, dw. q, dshift: sums of dy * h and of dy, [modulations, columns]."""
     dscale = q
     if w is not None:
         dscale = q * w[None, :]
@@ -172,7 +174,7 @@ def _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n
         tl.store(DW_ptr + cols, dw.to(DW_ptr.dtype.element_ty), mask=exist)
     store_tile(DScale_ptr, mods, n_cols, cols, dscale, mask)
     if DShift_ptr is not None:
-        store_tile(DShift_ptr, mods, n_cols, cols, shift, mask)
+        store_tile(DShift_ptr, mods, n_cols, cols, dshift, mask)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -190,14 +192,14 @@ def _modulated_rms_norm_bwd_sums_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Add up the chunks of one modulation, and store its dscale, dshift and share of dw."""
+    """Add up the partial sums of one modulation; store its dscale, its dshift and its term of dw."""
     mod = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = cols < n_cols
     width = n_cols
     if DShift_ptr is not None:
         width = 2 * n_cols
-        shift = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        dshift = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     q = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(0, chunks, BLOCK_M):
         chunk = start + tl.arange(0, BLOCK_M)
@@ -205,7 +207,7 @@ def _modulated_rms_norm_bwd_sums_kernel(
         partial_ptrs = Partial_ptr + (mod * chunks + chunk)[:, None] * width + cols[None, :]
         q += tl.load(partial_ptrs, mask=mask, other=0.0)
         if DShift_ptr is not None:
-            shift += tl.load(partial_ptrs + n_cols, mask=mask, other=0.0)
+            dshift += tl.load(partial_ptrs + n_cols, mask=mask, other=0.0)
     total = tl.sum(q, axis=0)
     dscale = total
     if W_ptr is not None:
@@ -214,7 +216,7 @@ def _modulated_rms_norm_bwd_sums_kernel(
         store_columns(DW_partial_ptr + mod * n_cols, cols, total * (1.0 + scale), col_mask)
     store_columns(DScale_ptr + mod * n_cols, cols, dscale, col_mask)
     if DShift_ptr is not None:
-        store_columns(DShift_ptr + mod * n_cols, cols, tl.sum(shift, axis=0), col_mask)
+        store_columns(DShift_ptr + mod * n_cols, cols, tl.sum(dshift, axis=0), col_mask)
 
 
 @triton.jit(do_not_specialize=["n_mods", "chunks"])
@@ -234,20 +236,20 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
     CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The same for all modulations, and dw; a tile is [modulations, chunks, columns], padded to powers of two."""
+    """Add up the partial sums of all modulations, [MODS, CHUNKS, columns], and store dscale, dshift and dw."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mods = tl.arange(0, MODS).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
-    exist, is_mod = cols < n_cols, mods < n_mods
+    exist, mod_mask = cols < n_cols, mods < n_mods
     width = n_cols if DShift_ptr is None else 2 * n_cols
-    mask = (is_mod[:, None] & (chunk < chunks)[None, :])[:, :, None] & exist[None, None, :]
+    mask = (mod_mask[:, None] & (chunk < chunks)[None, :])[:, :, None] & exist[None, None, :]
     partial_ptrs = Partial_ptr + (mods[:, None] * chunks + chunk[None, :])[:, :, None] * width + cols[None, None, :]
     q = tl.sum(tl.load(partial_ptrs, mask=mask, other=0.0), axis=1)
-    shift = None if DShift_ptr is None else tl.sum(tl.load(partial_ptrs + n_cols, mask=mask, other=0.0), axis=1)
-    mask = is_mod[:, None] & exist[None, :]
+    dshift = None if DShift_ptr is None else tl.sum(tl.load(partial_ptrs + n_cols, mask=mask, other=0.0), axis=1)
+    mask = mod_mask[:, None] & exist[None, :]
     scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "")
     w = load_scale(W_ptr, cols, exist, offset)
-    _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
+    _store_gradients(q, dshift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
 
 
 # -- backward --------------------------------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ def _modulated_rms_norm_bwd_all_sums_kernel(
 
 @triton.jit
 def _load_factor(W_ptr, mod_ptr, cols, exist, offset):
-    """(offset + W) * (1 + scale) of one modulation in fp32. Absent factors are left out; None without both."""
+    """(offset + W) * (1 + scale) of one modulation in fp32, or the factor that exists, or None."""
     factor = load_scale(W_ptr, cols, exist, offset)
     scale = load_columns(mod_ptr, cols, exist)
     if scale is not None:
@@ -268,7 +270,7 @@ def _load_factor(W_ptr, mod_ptr, cols, exist, offset):
 
 @triton.jit
 def _modulate_by_row(scale, dw, h, dy, m, DScale_ptr, DShift_ptr, rows, n_cols, cols, mask):
-    """If each row has its own modulation: store its gradients, if needed, and return (dw, m) times 1 + scale."""
+    """For rows with a modulation each: store its gradients, if needed, and return (dw, m) times 1 + scale."""
     scale = 1.0 + scale.to(tl.float32)
     if DScale_ptr is not None:
         store_tile(DScale_ptr, rows, n_cols, cols, m * h, mask)
@@ -299,25 +301,25 @@ def _store_sums_of_rows(
     SUM_MODS: tl.constexpr,
     SUM_ROWS: tl.constexpr,
 ):
-    """dscale, dshift and dw of a few columns, from a tile of all rows, [modulations, rows of one, columns]."""
+    """Store dscale, dshift and dw of a few columns. The tile is [modulations, rows of a modulation, columns]."""
     COLS: tl.constexpr = 16 if SUM_MODS * SUM_ROWS >= 64 else 1024 // (SUM_MODS * SUM_ROWS)  # as `summed_columns`
     cols = tile * COLS + tl.arange(0, COLS)
     mods = tl.arange(0, SUM_MODS).to(tl.int64)
     in_mod = tl.arange(0, SUM_ROWS)
-    exist, is_mod = cols < n_cols, mods < n_mods
+    exist, mod_mask = cols < n_cols, mods < n_mods
     rows = mods[:, None] * rows_per_mod + in_mod[None, :]
-    row_mask = is_mod[:, None] & (in_mod < rows_per_mod)[None, :]
+    row_mask = mod_mask[:, None] & (in_mod < rows_per_mod)[None, :]
     mask = row_mask[:, :, None] & exist[None, None, :]
     x = tl.load(X_ptr + rows[:, :, None] * X_row_stride + cols[None, None, :], mask=mask, other=0.0)
     dy = tl.load(DY_ptr + rows[:, :, None] * DY_row_stride + cols[None, None, :], mask=mask, other=0.0)
     dy = dy.to(tl.float32)
     rstd = tl.load(RSTD_ptr + rows, mask=row_mask, other=0.0)[:, :, None]
-    mask = is_mod[:, None] & exist[None, :]
+    mask = mod_mask[:, None] & exist[None, :]
     scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "")
     w = load_scale(W_ptr, cols, exist, offset)
     _, rounded = normalised(x, None, rstd, CASTING)
-    q, shift = tl.sum(dy * rounded, axis=1), tl.sum(dy, axis=1)
-    _store_gradients(q, shift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
+    q, dshift = tl.sum(dy * rounded, axis=1), tl.sum(dy, axis=1)
+    _store_gradients(q, dshift, scale, w, DScale_ptr, DShift_ptr, DW_ptr, mods, n_cols, cols, mask, exist)
 
 
 @triton.jit(do_not_specialize=["rows_per_group", "n_mods"])
@@ -353,12 +355,11 @@ def _modulated_rms_norm_bwd_kernel(
 ):
     """Program (g * chunks + p, c) takes the row tiles p, p + chunks, ... of group g, in column tile c.
 
-    A group is the rows of one modulation, and Partial_ptr gets their q and, if HAS_SHIFT, sum of dy. With PER_ROW each
-    row has its own modulation: all rows are one group, dscale and dshift are stored here, and Partial_ptr gets dw.
+    A group is the rows of one modulation, and Partial_ptr gets its sums of dy * h and, if HAS_SHIFT, of dy. If PER_ROW,
+    each row has a modulation: all rows are one group, dscale and dshift are stored here, and Partial_ptr gets dw.
     DOT_ptr: mean(m * h) of every row, or None where a tile holds whole rows. Gradients that are not needed are None.
-    SUM_MODS: None if programs loop over tiles; else each program has one tile. If it is not 0, additional programs
-    store dscale, dshift and dw: SUM_MODS and SUM_ROWS are the modulations, and the rows of each, rounded up to powers
-    of two.
+    SUM_MODS: None if programs loop over tiles; else each program has one tile. If SUM_MODS > 0, additional programs
+    store dscale, dshift and dw. SUM_MODS, SUM_ROWS: modulations and rows of each, rounded up to powers of two.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
@@ -454,20 +455,20 @@ def _key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
 
 
 def _wide_key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """For kernels that do not hold whole rows."""
+    """For kernels that work in column tiles."""
     return row_key(n_rows, n_cols, itemsize)
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Tiles of 4096 elements with two more in flight, four programs a multiprocessor. Many rows of 1024 columns are
-    fastest one at a time, by the fewest threads that can hold one."""
+    """Tiles of 4096 elements with two more in flight, four programs a multiprocessor; with many rows of 1024 columns,
+    tiles of one row."""
     block = min(key[0], WIDEST_BLOCK)
     singly = block == 1024 and 1 << key[1] > 32 * target.multiprocessors
     rows = 1 if singly else rows_per_program(target, key[1], max(1, min(32, 4096 // block)))
     tile = block * rows
     ctas = max(1, min(16 if singly else 4, 16384 // tile))
-    in_flight = 3 * max_columns(block) * rows * key[2]  # x, and at worst a scale and a shift a row
-    stages = min(3, 1 + target.shared_memory // in_flight)
+    stage_bytes = 3 * max_columns(block) * rows * key[2]  # x, scale and shift if each row has a modulation
+    stages = min(3, 1 + target.shared_memory // stage_bytes)
     if block < key[0] or 1 << key[1] <= rows * ctas * target.multiprocessors:
         stages = 1
     per_thread = 8 if 1 << key[1] <= target.multiprocessors else 32
@@ -478,13 +479,13 @@ def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
     configs = []
     for block in sorted({min(key[0], 8192), min(key[0], WIDEST_BLOCK)}):
         how = {"per_thread": (8, 64), "stages": (1, 2, 3, 4), "ctas": (1, 2, 3, 4, 6, 8, 16)}
-        in_flight = 3 * key[2] * max_columns(block) // block  # a row in two blocks has more columns than its first
-        configs += tile_space(target, row_tiles({block}), (1, 2, 4, 8, 16), **how, staged_bytes=in_flight)
+        element_bytes = 3 * key[2] * max_columns(block) // block  # for an element of the first block
+        configs += tile_space(target, row_tiles({block}), (1, 2, 4, 8, 16), **how, staged_bytes=element_bytes)
     return configs
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """layer_norm's, which also keeps two sums in registers; for few rows 8 elements a thread."""
+    """As for layer_norm, which also keeps two sums in registers; for few rows 8 elements a thread."""
     config = bwd_heuristic(target, key, _BWD_STREAMS, grads=2)
     if 1 << key[1] > target.multiprocessors:
         return config
