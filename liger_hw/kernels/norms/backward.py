@@ -1,13 +1,12 @@
-"""Backward of row normalisation: rms_norm, fused_add_rms_norm and layer_norm are flags of these kernels.
+"""Backward of rms_norm, fused_add_rms_norm and layer_norm, which share these kernels.
 
     m = dy * (offset + w),  dx = rstd * (m - mean(m) - h * mean(m * h)) + ds        RMS norms have no mean(m)
     dw = sum over rows of dy * h,  db = sum over rows of dy                          h as in `forward.py`
 
-The kernel is persistent: program p takes the row tiles p, p + programs, ... with the next loads in flight, keeps its
-share of dw and db in registers, and stores it as one fp32 row, which `rows.reduce.column_sum` adds to the others. Rows
-too wide to hold are shared by the programs of a cooperative grid (`wide_backward.py`). Devices without such grids
-compute the means of these rows first, and then take column tiles. For a few rows, reading them twice costs less than
-another launch: further programs of the same launch sum dw and db, each over all rows of a few columns.
+The kernel is persistent: program p takes the row tiles p, p + programs, ... with the next loads in flight. It sums dw
+and db of its rows in registers and stores them as one fp32 row; `rows.reduce.column_sum` adds these rows. If rows are
+too wide for one program, programs of a cooperative grid share them (`wide_backward.py`); without such grids, one launch
+computes the means of rows, and the next takes column tiles. With few rows, additional programs sum dw and db instead.
 """
 
 from __future__ import annotations
@@ -52,31 +51,31 @@ from .wide_backward import norm_wide_bwd_kernel, wide_heuristic
 
 
 @triton.jit
-def store_partial_sums(Line_ptr, width, first, second, cols, exist, BOTH: tl.constexpr, pad=0):
-    """Store a block's sums over its rows: of `first`, and if BOTH of `second`, `width` elements further on."""
-    store_columns(Line_ptr, cols, tl.sum(first, axis=0), exist, pad)
+def store_partial_sums(Row_ptr, width, first, second, cols, exist, BOTH: tl.constexpr, pad=0):
+    """Store the column sums of the tile `first` at Row_ptr and, if BOTH, those of `second` at Row_ptr + width."""
+    store_columns(Row_ptr, cols, tl.sum(first, axis=0), exist, pad)
     if BOTH:
-        store_columns(Line_ptr + width, cols, tl.sum(second, axis=0), exist, pad)
+        store_columns(Row_ptr + width, cols, tl.sum(second, axis=0), exist, pad)
 
 
 @triton.jit
 def _load_last_stat(STATS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN: tl.constexpr):
-    """rstd in the forward's statistics, mean(m * h) in the means kernel's: the second of two if SUBTRACT_MEAN."""
+    """rstd from STATS_ptr or mean(m * h) from MEANS_ptr: the second row of the two if SUBTRACT_MEAN."""
     return load_row_values(STATS_ptr + (n_rows if SUBTRACT_MEAN else 0), rows, row_mask)
 
 
 @triton.jit
 def _products(x, dy, w, mean, rstd, CASTING: tl.constexpr):
-    """(m, h, a row's share of dw) of one block in fp32."""
+    """(m, h, dy * h) of one block in fp32; in dy * h, h is rounded as in the forward."""
     h, rounded = normalised(x, mean, rstd, CASTING)
     m = dy if w is None else dy * w[None, :]
     return m, h, dy * rounded
 
 
 @triton.jit
-def _input_gradient(m, h, shift, dot, rstd, ds):
-    """dx of one block in fp32; shift, mean(m), and ds may be None."""
-    dx = rstd * ((m if shift is None else m - shift) - h * dot)
+def _input_gradient(m, h, mean_m, mean_mh, rstd, ds):
+    """dx of one block in fp32; mean_m and ds may be None."""
+    dx = rstd * ((m if mean_m is None else m - mean_m) - h * mean_mh)
     return dx if ds is None else dx + ds.to(tl.float32)
 
 
@@ -97,7 +96,7 @@ def _store_column_sums(
     SUM_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """dw and, if HAS_BIAS, db of a few columns, summed over all rows, which are at most SUM_ROWS."""
+    """Store dw and, if HAS_BIAS, db of a few columns, summed over all rows (at most SUM_ROWS)."""
     WIDE: tl.constexpr = 64 if BLOCK_SIZE >= 16384 else (32 if BLOCK_SIZE >= 8192 else 16)  # as `summed_columns`
     SUM_COLS: tl.constexpr = WIDE if SUM_ROWS * WIDE >= 1024 else 1024 // SUM_ROWS
     rows = tl.arange(0, SUM_ROWS).to(tl.int64)
@@ -146,8 +145,8 @@ def _norm_bwd_kernel(
     MEANS_ptr: the result of `_norm_bwd_means_kernel`, or None where a tile holds whole rows.
     DS_ptr: a gradient to add to dx, or None.
     Partial_ptr: for each p a row of dw, then of db if HAS_BIAS; None where neither is needed.
-    SUM_ROWS: None if programs loop over tiles; else each program has one tile. If it is not 0, additional programs
-    store dw and db, each from all rows: SUM_ROWS is n_rows rounded up to a power of two.
+    SUM_ROWS: None if programs loop over tiles; else each program has one tile. If SUM_ROWS > 0, it is n_rows rounded up
+    to a power of two, and additional programs store dw and db.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
@@ -203,38 +202,38 @@ def _norm_bwd_kernel(
                 dw_2 += dy_h_2
                 if HAS_BIAS:
                     db_2 += dy_2
-        shift = None
+        mean_m = None
         if MEANS_ptr is not None:
             if SUBTRACT_MEAN:
-                shift = load_row_values(MEANS_ptr, rows, row_mask)
-            dot = _load_last_stat(MEANS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN)
+                mean_m = load_row_values(MEANS_ptr, rows, row_mask)
+            mean_mh = _load_last_stat(MEANS_ptr, rows, row_mask, n_rows, SUBTRACT_MEAN)
         else:
             if SUBTRACT_MEAN:
-                shift, dot = row_sums_of_two(m, m * h)
+                sum_m, sum_mh = row_sums_of_two(m, m * h)
                 if BLOCK_2:
-                    shift_2, dot_2 = row_sums_of_two(m_2, mh_2)
-                    shift += shift_2
-                    dot += dot_2
-                shift = as_column(shift / n_cols)
+                    sum_m_2, sum_mh_2 = row_sums_of_two(m_2, mh_2)
+                    sum_m += sum_m_2
+                    sum_mh += sum_mh_2
+                mean_m = as_column(sum_m / n_cols)
             else:
-                dot = row_sums(m * h, mh_2)
-            dot = as_column(dot / n_cols)
+                sum_mh = row_sums(m * h, mh_2)
+            mean_mh = as_column(sum_mh / n_cols)
         if not ONE_TILE:
             ds = load_tile(DS_ptr, rows, DS_row_stride, cols, mask, LOAD_HINT, touched, VECTOR)
         whole = whole_mask(row_mask, cols, pad, n_cols, VECTOR)
-        dx = _input_gradient(m, h, shift, dot, rstd, ds)
+        dx = _input_gradient(m, h, mean_m, mean_mh, rstd, ds)
         store_tile(DX_ptr, rows, n_cols, cols, dx, mask, whole, VECTOR)
         if BLOCK_2:
             if not ONE_TILE:
                 ds_2 = load_tile(DS_ptr, rows, DS_row_stride, cols_2, mask_2, LOAD_HINT, touched_2, VECTOR)
             whole_2 = whole_mask(row_mask, cols_2, pad, n_cols, VECTOR)
-            dx_2 = _input_gradient(m_2, h_2, shift, dot, rstd, ds_2)
+            dx_2 = _input_gradient(m_2, h_2, mean_m, mean_mh, rstd, ds_2)
             store_tile(DX_ptr, rows, n_cols, cols_2, dx_2, mask_2, whole_2, VECTOR)
     if SUMS:
-        line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS)
-        store_partial_sums(line_ptr, n_cols, dw, db, cols, exist, HAS_BIAS, pad)
+        row_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_BIAS)
+        store_partial_sums(row_ptr, n_cols, dw, db, cols, exist, HAS_BIAS, pad)
         if BLOCK_2:
-            store_partial_sums(line_ptr, n_cols, dw_2, db_2, cols_2, exist_2, HAS_BIAS, pad)
+            store_partial_sums(row_ptr, n_cols, dw_2, db_2, cols_2, exist_2, HAS_BIAS, pad)
 
 
 @triton.jit(do_not_specialize=["n_rows", "rows_per_mod"])
@@ -256,9 +255,9 @@ def _norm_bwd_means_kernel(
     BLOCK_SIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """mean(m * h) of one row, with SUBTRACT_MEAN mean(m) before it; the backward kernel then works on column tiles.
+    """Store mean(m * h) of a row in MEANS_ptr [n_rows]; if SUBTRACT_MEAN, mean(m) and mean(m * h) in [2, n_rows].
 
-    Scale_ptr: a row of scale for each rows_per_mod rows of a modulated norm, whose m has a factor 1 + scale; or None.
+    Scale_ptr: a modulated norm's scale, each row of which applies to rows_per_mod rows, or None.
     """
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -280,10 +279,10 @@ def _norm_bwd_means_kernel(
             total += m
             x = x - mean
         dot += m * x
-    second = n_rows if SUBTRACT_MEAN else 0  # where rstd and mean(m * h) begin
+    last_stat = n_rows if SUBTRACT_MEAN else 0  # offset of rstd and mean(m * h)
     if SUBTRACT_MEAN:
         tl.store(MEANS_ptr + row, tl.sum(total, axis=0) / n_cols)
-    tl.store(MEANS_ptr + second + row, tl.sum(dot, axis=0) * tl.load(STATS_ptr + second + row) / n_cols)
+    tl.store(MEANS_ptr + last_stat + row, tl.sum(dot, axis=0) * tl.load(STATS_ptr + last_stat + row) / n_cols)
 
 
 # -- tunables of the backward ----------------------------------------------------------------------------------------
@@ -315,7 +314,7 @@ def means_tunable(op: str, variant: str, key: Callable[..., Key] = row_key, dims
 def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: int = 1) -> BackwardTunables:
     """The tunables of an op whose backward is `norm_backward`.
 
-    means: variant of the kernel for means; streams: tensors like x that the backward reads; grads: 2 with a bias
+    means: variant name of the means kernel; streams: tensors of x's size that the backward reads; grads: parameters
     """
     bwd = row_tunable(
         op,
@@ -337,18 +336,18 @@ def backward_tunables(op: str, means: str = "bwd_dot", streams: int = 2, grads: 
 
 
 MOST_ROWS_SUMMED = 128
-"""Up to this many rows, additional programs of the same launch sum dw and db: a tile of all rows fits the registers."""
+"""Up to this many rows, a tile of all rows fits the registers, and additional programs of the launch sum dw and db."""
 
 
 def summed_columns(rows: int, block: int = 0) -> int:
-    """Columns of a program that sums `rows` rows: 1024 elements, more where columns are many."""
+    """Columns of a program that sums `rows` rows: a tile of 1024 elements; wider for blocks of 8192 columns or more."""
     return max(16, 1024 // rows, min(64, block // 256))
 
 
 def row_means(
     tunable: Tunable, dy, x, w, stats, offset, subtract_mean, scale=None, scale_stride=None, rows_per_mod=None
 ) -> torch.Tensor:
-    """What `_norm_bwd_means_kernel` computes, in a tensor like `stats`."""
+    """The result of `_norm_bwd_means_kernel`, a tensor like `stats`."""
     n_rows, n_cols, x_stride = rows_of(x)
     means = torch.empty_like(stats)
     strides = rows_of(dy)[2], x_stride, scale_stride
@@ -371,20 +370,21 @@ def norm_backward(
         return dx, x.new_zeros(parts * n_cols, dtype=dtype)
     strides = rows_of(dy)[2], x_stride, 0 if ds is None else rows_of(ds)[2]
     plan = tunables.bwd.plan(x.device, blocks_key(n_rows, n_cols, x.itemsize))
-    kind = casting, subtract_mean, parts == 2
+    norm_flags = casting, subtract_mean, parts == 2
     block, rows = plan.config.blocks["BLOCK_SIZE"], plan.config.blocks["ROWS"]
     if COOPERATIVE in plan.options:
         splits = cdiv(n_cols, block)
         groups = min(n_rows, plan.programs // splits)
         partial = partial_sums(x, groups, parts * n_cols, dtype) if parts else None
         tensors, numbers = (dy, x, w, stats, ds, dx, partial), (*strides, n_rows, n_cols)
-        launch_cooperative(plan, norm_wide_bwd_kernel, groups * splits, splits, n_rows, tensors, numbers, kind, offset)
+        grid = groups * splits, splits, n_rows
+        launch_cooperative(plan, norm_wide_bwd_kernel, *grid, tensors, numbers, norm_flags, offset)
     else:
         whole, block_2, vector = row_layout(n_cols, block, x, dy, ds, dx)
         n_tiles, col_tiles = count_tiles(n_rows, rows, vector), 1 if whole else cdiv(n_cols, block)
         means = None if whole else row_means(tunables.means, dy, x, w, stats, offset, subtract_mean)
         programs = aligned_programs(plan.programs // col_tiles, n_tiles, vector)
-        # with many rows a loop of one iteration costs next to nothing
+        # with more rows the cost of a loop that runs once is not measurable
         one_tile = whole and programs == n_tiles and n_rows <= 4 * plan.target.multiprocessors
         sum_rows, sum_programs = 0 if one_tile else None, 0
         if one_tile and parts and 1 < n_rows <= min(MOST_ROWS_SUMMED, plan.target.multiprocessors):
@@ -392,6 +392,6 @@ def norm_backward(
             sum_programs = cdiv(n_cols, summed_columns(sum_rows, block))
         partial = partial_sums(x, 1 if sum_rows else programs, parts * n_cols, dtype) if parts else None
         args = (dy, x, w, stats, means, ds, dx, partial, *strides, n_rows, n_cols, offset)
-        flags = *kind, block_2, vector, sum_rows
+        flags = *norm_flags, block_2, vector, sum_rows
         launch(plan, _norm_bwd_kernel, (programs + sum_programs, col_tiles), args, flags)
     return dx, column_sum(tunables.sums, partial, dtype) if parts else no_weight(x)

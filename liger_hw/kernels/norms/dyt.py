@@ -1,4 +1,4 @@
-"""Dynamic tanh: y = gamma * tanh(alpha * x) + beta, which replaces a norm; gamma and beta are [n_cols].
+"""Dynamic tanh, a replacement of norms: y = gamma * tanh(alpha * x) + beta. gamma, beta: [n_cols]; alpha: a scalar.
 
 Arithmetic and sums are fp32; y is rounded once. Saved for backward: x, alpha, gamma (and beta, for its dtype).
 Backward, with t = tanh(alpha * x) and d = dy * gamma * (1 - t^2):  dx = alpha * d,  dalpha = sum of d * x,
@@ -49,26 +49,26 @@ def dyt_reference(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, bet
 
 @triton.jit
 def _tanh_and_slope(x, FULL: tl.constexpr):
-    """(tanh(x), (1 - tanh(x)^2) / 4) in fp32 from one exponential, because arithmetic would otherwise set the pace.
+    """(tanh(x), (1 - tanh(x)^2) / 4) in fp32 from one exponential: with more, the kernel would be compute-bound.
 
-    FULL: accurate to a few units in fp32's last place. Otherwise to 2e-6, far below half precision's rounding: 1 / u is
-    the square of rsqrt(u), with half the instructions of a division.
+    FULL: accurate to a few units in fp32's last place. Otherwise to 2e-6, far below the rounding of half precision:
+    1 / u is then rsqrt(u)^2, which has half the instructions of a division.
     """
     decay = tl.exp2(-2.885390082 * tl.abs(x))  # exp(-2 |x|)
     u = 1.0 + decay
     s = x * x
     if FULL:
-        share = 1.0 / u
+        inverse = 1.0 / u
         series = s * (-0.3333333333 + s * (0.1333333333 + s * (-0.05396825397 + s * 0.02186948854)))
         close = s < 0.0625
     else:
         root = tl.rsqrt(u)
-        share = root * root
+        inverse = root * root
         series = s * (-0.3333333333 + s * 0.1333333333)
         close = s < 0.01
-    far = ((1.0 - decay) * share).to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
+    far = ((1.0 - decay) * inverse).to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
     t = tl.where(close, x + x * series, far.to(tl.float32, bitcast=True))  # near 0, 1 - decay would cancel
-    return t, decay * share * share
+    return t, decay * inverse * inverse
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -87,7 +87,7 @@ def _dyt_fwd_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (r, c) computes row tile r of column tile c."""
+    """Program (r, c) computes row tile r in column tile c."""
     wait_for_previous(DEPENDENT)
     tile = tl.program_id(0).to(tl.int64)
     rows = tile_rows(tile, ROWS, VECTOR)
@@ -121,7 +121,7 @@ def _dyt_bwd_kernel(
     n_tiles,
     HAS_BETA: tl.constexpr,
     VECTOR: tl.constexpr,
-    ONCE: tl.constexpr,
+    ONE_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -130,20 +130,20 @@ def _dyt_bwd_kernel(
 ):
     """Program (p, c) takes the row tiles p, p + programs, ... of column tile c; its sums stay in registers.
 
-    Partial_ptr: a row of dgamma, then of dbeta if HAS_BETA, for each p; Alpha_partial_ptr: one number a program. Both
-    are None if the parameters need no gradient. ONCE: each program has one tile, and no loop.
+    Partial_ptr: for each p a row of dgamma, then of dbeta if HAS_BETA. Alpha_partial_ptr: dalpha of each program. Both
+    are None if the parameters need no gradient. ONE_TILE: each program has one tile, without a loop.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0)
     pad = row_pad(pid * n_cols, VECTOR)
     positions, exist = first_columns(tl.program_id(1) * BLOCK_SIZE, n_cols, BLOCK_SIZE, 0, pad, VECTOR)
     alpha = tl.load(Alpha_ptr).to(tl.float32)
-    gamma = 4.0 * load_columns(Gamma_ptr, positions, exist, pad).to(tl.float32)  # d is a quarter of the slope
+    gamma = 4.0 * load_columns(Gamma_ptr, positions, exist, pad).to(tl.float32)  # 4: the slope comes divided by 4
     if Partial_ptr is not None:
         dalpha = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)  # summed after the loop
         dgamma = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         dbeta = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-    end, step = (pid + 1, 1) if ONCE else (n_tiles, tl.num_programs(0))
+    end, step = (pid + 1, 1) if ONE_TILE else (n_tiles, tl.num_programs(0))
     for tile in tl.range(pid, end, step, num_stages=STAGES):
         rows = tile_rows(tile, ROWS, VECTOR)
         row_mask = rows < n_rows
@@ -166,43 +166,43 @@ def _dyt_bwd_kernel(
         store_columns(partial_ptr, positions, tl.sum(dgamma, axis=0), exist, pad)
         if HAS_BETA:
             store_columns(partial_ptr + n_cols, positions, tl.sum(dbeta, axis=0), exist, pad)
-        share = tl.sum(tl.sum(dalpha, axis=0) * gamma, axis=0)
+        program_dalpha = tl.sum(tl.sum(dalpha, axis=0) * gamma, axis=0)
         alpha_ptr = Alpha_partial_ptr + pid * tl.num_programs(1) + tl.program_id(1)
-        tl.store(alpha_ptr, share.to(Alpha_partial_ptr.dtype.element_ty))
+        tl.store(alpha_ptr, program_dalpha.to(Alpha_partial_ptr.dtype.element_ty))
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 
-def _tile(target: Target, key: Key, most: int) -> tuple[int, int, int]:
-    """(columns, rows, divisor of a thread's elements) of a tile of up to `most` elements; a tile has fewer rows if
-    there would be too few programs for the device."""
+def _tile(target: Target, key: Key, max_elements: int) -> tuple[int, int, int]:
+    """(columns, rows, factor) of a tile of at most `max_elements`; a thread has 1 / factor of the usual elements. Small
+    inputs take tiles of fewer rows, so that the device has enough programs."""
     block = min(key[0], 128)
-    elements, enough = key[0] << key[1], 16 * target.multiprocessors
-    if elements >= enough * 4096:
-        return block, most // block, 1
-    if elements >= enough * 1024:
+    elements, programs = key[0] << key[1], 16 * target.multiprocessors
+    if elements >= programs * 4096:
+        return block, max_elements // block, 1
+    if elements >= programs * 1024:
         return block, 1024 // block, 2
-    return block, rows_per_program(target, key[1], most // block), 1
+    return block, rows_per_program(target, key[1], max_elements // block), 1
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """32 rows of 128 columns, 32 elements a thread. Smaller inputs take smaller tiles, so that each multiprocessor has
-    at least eight programs. With no more rows than multiprocessors a tile is one row."""
-    fair = next_power_of_2((key[0] << key[1]) // (8 * target.multiprocessors))
+    """Tiles of 32 rows and 128 columns, 32 elements a thread. Smaller inputs take smaller tiles, so that each
+    multiprocessor has at least eight programs. With at most as many rows as multiprocessors a tile has one row."""
+    max_tile = next_power_of_2((key[0] << key[1]) // (8 * target.multiprocessors))
     if 1 << key[1] <= target.multiprocessors:
-        block = min(key[0], max(128, min(1024, fair)))
+        block = min(key[0], max(128, min(1024, max_tile)))
         return LaunchConfig({"BLOCK_SIZE": block, "ROWS": 1}, target.warps(block, 8, 8))
-    block, rows, share = _tile(target, key, 4096)
-    rows = max(rows, min(2048, fair) // (2 * block))
-    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 32 // share, 8))
+    block, rows, factor = _tile(target, key, 4096)
+    rows = max(rows, min(2048, max_tile) // (2 * block))
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(block * rows, 32 // factor, 8))
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Half the forward's tile with two more in flight, four programs a multiprocessor.
+    """Half the forward's tile, with two more in flight, in four programs a multiprocessor.
 
-    With no more rows than multiprocessors each program has one tile, of all rows, so that dgamma and dbeta need no
-    other launch. It is at least 32 columns wide if there are enough columns for two programs a multiprocessor.
+    With at most as many rows as multiprocessors, each program has one tile of all rows, so that no other launch sums
+    dgamma and dbeta. This tile has at least 16 columns, or 32 if there are columns for two programs a multiprocessor.
     """
     if 1 << key[1] <= target.multiprocessors:
         rows = 1 << key[1]
@@ -210,10 +210,10 @@ def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
         block = min(key[0], max(narrowest, 1024 // rows) if key[1] else 4096)
         warps = target.warps(block * rows, 8, 8) if key[1] else target.warps(block, 2, 16)
         return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, warps, 1, 4)
-    block, rows, share = _tile(target, key, 2048)
+    block, rows, factor = _tile(target, key, 2048)
     tile = block * rows
     stages = 3 if 4 * 2 * 2 * tile * key[2] <= target.shared_memory else 2
-    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(tile, 16 // share, 16), stages, 4)
+    return LaunchConfig({"BLOCK_SIZE": block, "ROWS": rows}, target.warps(tile, 16 // factor, 16), stages, 4)
 
 
 def _space(target: Target, key: Key, **persistent: Any) -> list[LaunchConfig]:
@@ -262,7 +262,7 @@ def _bwd(dy, x, alpha, gamma, beta, needs_params):
         return dx, x.new_zeros(parts * n_cols, dtype=dtype), alpha.new_zeros(alpha.shape if needs_params else 0)
     plan = BWD.plan(x.device, row_key(n_rows, n_cols, x.itemsize))
     blocks = plan.config.blocks
-    # one tile for all rows if possible: otherwise another launch sums dgamma
+    # vector 1 keeps all rows in one tile where they fit; with more tiles another launch sums dgamma
     vector = 1 if n_rows <= blocks["ROWS"] else row_vector(x, dy, dx)
     n_tiles, col_tiles = count_tiles(n_rows, blocks["ROWS"], vector), cdiv(n_cols + vector - 1, blocks["BLOCK_SIZE"])
     programs = aligned_programs(plan.programs // col_tiles, n_tiles, vector)
@@ -309,7 +309,7 @@ def liger_dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: t
 class LigerDyT(torch.nn.Module):
     """Dynamic tanh layer: y = gamma * tanh(alpha * x) + beta.
 
-    hidden_size: size of the last dimension; beta=False: no shift; init_alpha: the initial alpha, a single number.
+    hidden_size: size of the last dimension; beta=False: no beta; init_alpha: the initial value of alpha.
     """
 
     def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:

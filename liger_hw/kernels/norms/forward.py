@@ -1,9 +1,9 @@
-"""Forward of row normalisation: rms_norm, fused_add_rms_norm and layer_norm are flags of one kernel.
+"""Forward of rms_norm, fused_add_rms_norm and layer_norm, which share one kernel.
 
     h = (x - mean) * rstd,  y = h * (offset + w) + b,  mean and rstd of each row
 
-RMS norms have no mean; with a residual, x is x + residual. Statistics are fp32: rstd [n_rows], or with SUBTRACT_MEAN
-mean and rstd [2, n_rows]. modulated_rms_norm has its own kernels, which call the same device functions.
+RMS norms have no mean. With a residual, x is the sum of x and the residual. Statistics are fp32: rstd [n_rows] or, with
+SUBTRACT_MEAN, mean and rstd [2, n_rows]. Other norms' kernels call the device functions of this file.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from ..rows.blocks import (
 from ..rows.row import align_down, row_pad
 from ..rows.tuning import fwd_heuristic, fwd_space, row_tunable
 
-_WIDEST = 65536  # columns of 16 bits that an RMS norm's forward holds in registers
+_WIDEST_ROW = 65536  # columns of a 16-bit dtype that an RMS norm's forward holds in registers
 LLAMA, GEMMA, NONE = 0, 1, 2
-"""CASTING: llama rounds h to x's dtype before the product with w. gemma and none only round y: gemma to x's dtype, none
+"""CASTING: llama rounds h to x's dtype before the product with w. gemma and none round only y: gemma to x's dtype, none
 to the promoted dtype of x and w."""
 
 
@@ -51,7 +51,7 @@ to the promoted dtype of x and w."""
 def _load_sum(
     X_ptr, R_ptr, rows, X_stride, R_stride, cols, mask, LOAD_HINT: tl.constexpr, touched=None, VECTOR: tl.constexpr = 1
 ):
-    """`load_tile` of x + residual, rounded to x's dtype; of x where there is no residual."""
+    """`load_tile` of x or, with a residual, of x + residual, rounded to x's dtype."""
     x = load_tile(X_ptr, rows, X_stride, cols, mask, LOAD_HINT, touched, VECTOR)
     r = load_tile(R_ptr, rows, R_stride, cols, mask, LOAD_HINT, touched, VECTOR)
     x = x if x is None or r is None else (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
@@ -60,7 +60,7 @@ def _load_sum(
 
 @triton.jit
 def normalised(x, mean, rstd, CASTING: tl.constexpr):
-    """(h, h as the forward multiplies it) in fp32."""
+    """(h, h rounded if CASTING says so) in fp32."""
     h = (x.to(tl.float32) if mean is None else x.to(tl.float32) - mean) * rstd
     rounded = h.to(x.dtype).to(tl.float32) if CASTING == 0 else h
     return h, rounded
@@ -75,7 +75,7 @@ def _centred(x, mean, mask):
 
 @triton.jit
 def scale_and_shift(h, w, b, offset, DTYPE: tl.constexpr, CASTING: tl.constexpr):
-    """h * (offset + w) + b in fp32; DTYPE: x's."""
+    """h * (offset + w) + b in fp32. DTYPE: the dtype of x, to which llama rounds h."""
     y = h.to(DTYPE).to(tl.float32) if CASTING == 0 else h
     if w is not None:
         scale = w.to(tl.float32)
@@ -117,10 +117,10 @@ def _norm_by_tiles(
     SUBTRACT_MEAN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """`_norm_fwd_kernel` for rows too wide to hold: they are read twice, the second time from cache.
+    """`_norm_fwd_kernel` for rows too wide for one block: each is read twice, the second time from cache.
 
-    Welford's algorithm: each position of a tile has a running mean and a sum of squared deviations from it. The
-    variance of a row is then accurate even if its mean is far from zero.
+    Welford's algorithm: each position of a tile keeps a running mean and a sum of squared deviations from it, so that
+    the variance of a row is accurate even if its mean is far from zero.
     """
     DTYPE: tl.constexpr = X_ptr.dtype.element_ty
     positions = tl.arange(0, BLOCK_SIZE)
@@ -141,13 +141,13 @@ def _norm_by_tiles(
             squares += squared(x)
     mean = None
     if SUBTRACT_MEAN:
-        count = ((n_cols - positions + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.float32)[None, :]  # values at a position
+        count = ((n_cols - positions + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.float32)[None, :]  # values per position
         mean = row_sums(running_mean * count, None) / n_cols
-        apart = running_mean - as_column(mean)
-        squares = squares + count * apart * apart
+        deviation = running_mean - as_column(mean)
+        squares = squares + count * deviation * deviation
     rstd = tl.rsqrt(row_sums(squares, None) / n_cols + eps)
     tiles = tl.cdiv(n_cols, BLOCK_SIZE)
-    for tile in range(tiles):  # backwards: what was read last is still in cache
+    for tile in range(tiles):  # backwards: the last tiles are still in cache
         cols = (tiles - 1 - tile) * BLOCK_SIZE + positions
         exist = cols < n_cols
         mask = tile_mask(row_mask, exist)
@@ -188,10 +188,10 @@ def _norm_fwd_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Each program takes ROWS rows, VECTOR rows apart, in one block of columns or two (BLOCK_2); wider rows in tiles.
+    """Each program takes ROWS rows, VECTOR rows apart: with WHOLE_ROW in one or two (BLOCK_2) blocks, else in tiles.
 
-    R_ptr, S_ptr: the residual, and where x + residual is stored, or both None. W_ptr, B_ptr and offset may be None.
-    LOOP (whole rows only): program p takes the tiles p, p + programs, ... and keeps W and B in registers.
+    R_ptr, S_ptr: the residual and the result x + residual, or both None. W_ptr, B_ptr and offset may be None.
+    LOOP (with WHOLE_ROW): program p takes the row tiles p, p + programs, ... and keeps W and B in registers.
     """
     wait_for_previous(DEPENDENT)
     pid = tl.program_id(0).to(tl.int64)
@@ -200,7 +200,7 @@ def _norm_fwd_kernel(
         rows = tile_rows(pid, ROWS, VECTOR)
         row_mask = rows < n_rows
     if WHOLE_ROW:
-        # to fit into the registers, wide rows load W and B after the reductions and keep x in 16 bits until then
+        # to fit into the registers, wide rows load W and B after the reductions and keep x in its dtype until then
         LATE: tl.constexpr = BLOCK_SIZE > 4096 and not LOOP
         NARROW: tl.constexpr = LATE if SUBTRACT_MEAN else BLOCK_SIZE > 16384
         pad = row_pad(pid * n_cols, VECTOR)
@@ -213,7 +213,7 @@ def _norm_fwd_kernel(
             w_2 = load_columns(W_ptr, cols_2, exist_2, pad)
             b_2 = load_columns(B_ptr, cols_2, exist_2, pad)
         n_tiles = tile_count(n_rows, ROWS, VECTOR)
-        start, end, step = (pid, n_tiles, tl.num_programs(0)) if LOOP else (0, 1, 1)  # one turn compiles to no loop
+        start, end, step = (pid, n_tiles, tl.num_programs(0)) if LOOP else (0, 1, 1)  # (0, 1, 1) compiles to no loop
         for turn in tl.range(start, end, step, num_stages=STAGES):
             if LOOP:
                 rows = tile_rows(turn, ROWS, VECTOR)
@@ -255,8 +255,8 @@ def _norm_fwd_kernel(
                 h = keep_narrow(x, as_column(rstd))
                 if SUBTRACT_MEAN:
                     h = h.to(tl.float32) - as_column(mean)
-            # addresses and arithmetic are scheduled in this order: an RMS norm is up to 3% faster on an H200 with the
-            # addresses first, a layer norm of 4096 columns 2% faster with them last
+            # the compiler keeps this order of addresses and arithmetic: on an H200 an RMS norm is up to 3% faster with
+            # the addresses first, a layer norm of 4096 columns 2% faster with the arithmetic first
             if not SUBTRACT_MEAN:
                 y_ptrs = Y_ptr + align_down(rows[:, None] * n_cols, VECTOR) + cols[None, :]
             y = scale_and_shift(h.to(tl.float32) * as_column(rstd), w, b, offset, DTYPE, CASTING)
@@ -277,20 +277,20 @@ def _norm_fwd_kernel(
 
 def norm_forward_tunable(
     op: str,
-    heuristic: Callable[[Target, Key], LaunchConfig] = lambda target, key: fwd_heuristic(target, key, _WIDEST),
+    heuristic: Callable[[Target, Key], LaunchConfig] = lambda target, key: fwd_heuristic(target, key, _WIDEST_ROW),
     space: Callable[[Target, Key], list[LaunchConfig]] = fwd_space,
 ) -> Tunable:
-    """The `fwd` tunable of an op whose forward is `norm_forward`."""
+    """The `fwd` tunable for `norm_forward`."""
     return row_tunable(op, "fwd", _norm_fwd_kernel, key=blocks_key, heuristic=heuristic, space=space)
 
 
 def out_dtype(x: torch.Tensor, w: torch.Tensor | None, casting: int) -> torch.dtype:
-    """The dtype of y."""
+    """The dtype of y: x's for gemma, else the promoted dtype of x and w."""
     return x.dtype if w is None or casting == GEMMA or w.dtype == x.dtype else torch.promote_types(x.dtype, w.dtype)
 
 
 def norm_forward(tunable, x, w, eps, offset, casting, residual=None, b=None, subtract_mean=False):
-    """(y, stats) of a norm over the rows of `x`; with a residual (y, x + residual, stats). w and offset may be None."""
+    """(y, stats) of a norm over the rows of x or, with a residual, (y, x + residual, stats). w, offset may be None."""
     x, w, b = row_major(x), dense(w), dense(b)
     n_rows, n_cols, stride = rows_of(x)
     y = empty_like(x, out_dtype(x, w, casting))

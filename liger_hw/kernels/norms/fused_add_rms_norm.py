@@ -1,8 +1,8 @@
 """Residual add and RMSNorm in one pass: s = x + r, y = s / sqrt(mean(s^2) + eps) * (offset + w).
 
-s is rounded to x's dtype, as `x + r` is in torch, and the statistics are computed from the rounded s.
-Saved for backward: s (an output, so it costs nothing), w, and rstd = 1 / sqrt(mean(s^2) + eps), one fp32 a row. The
-backward is backward.py's, with ds added to dx in fp32. x and r get the same tensor as their gradient.
+s is rounded to x's dtype, like `x + r` in torch, and the statistics are computed from the rounded s.
+Saved for backward: s (an output, so no extra memory), w, and rstd = 1 / sqrt(mean(s^2) + eps), one fp32 a row. The
+backward is in backward.py, with ds added to dx in fp32. One tensor is the gradient of x and of r.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", https://arxiv.org/abs/1910.07467
 """
@@ -60,8 +60,8 @@ fused_add_rms_norm_bwd = define(
 )
 
 
-def _normalised_again(s, w, eps, offset, casting):
-    """y from the sum s, by the same kernel with a residual of zeros, for the same bits."""
+def _recompute_y(s, w, eps, offset, casting):
+    """y from s, recomputed by the same kernel with a residual of zeros, so that it has the same bits."""
     return fused_add_rms_norm_fwd(s, torch.zeros_like(s), w, eps, offset, casting)[0]
 
 
@@ -73,8 +73,8 @@ class FusedAddRMSNormFunction(Function):
         ctx.numbers = eps, offset, casting
         Y, S, RSTD = fused_add_rms_norm_fwd(X, R, W, *ctx.numbers)
         ctx.save_for_backward(S, W, RSTD)
-        offer(ctx, Y, _normalised_again, (S, W, *ctx.numbers))
-        ctx.set_materialize_grads(False)  # an unused y or s costs no tensor of zeros
+        offer(ctx, Y, _recompute_y, (S, W, *ctx.numbers))
+        ctx.set_materialize_grads(False)  # dY or dS is None if y or s is unused, not a tensor of zeros
         return Y, S
 
     @staticmethod
@@ -113,7 +113,7 @@ def liger_fused_add_rms_norm(
 class LigerFusedAddRMSNorm(LigerRMSNorm):
     """Layer that takes (hidden_states, residual) and returns (normalised sum, sum).
 
-    Takes the arguments of `LigerRMSNorm`; the weight always exists.
+    The arguments are those of `LigerRMSNorm`; there is always a weight.
     """
 
     def __init__(

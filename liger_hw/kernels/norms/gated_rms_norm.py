@@ -1,14 +1,14 @@
-"""RMSNorm with a gate, of linear attention and state space layers; the norm is before or after the gate.
+"""RMSNorm with a gate, for linear attention and state space layers. The norm is applied before or after the gate.
 
     norm first   y = h(x) * w * act(gate)          h(u) = u / sqrt(mean(u^2) + eps)
     gate first   y = h(x * act(gate)) * w
 
-Each group of group_size columns of a row is normalised separately; w is [n_cols], not shared by groups. Statistics,
-sums and the gate are fp32. Saved for backward: x, gate, w, and rstd = 1 / sqrt(mean(u^2) + eps), one fp32 a group.
-Backward, with m the gradient of h:  du = rstd * (m - h * mean(m * h)),  dw = sum over rows of dy * h (* act(gate)).
+Each group of group_size columns of a row is normalised separately; w is [n_cols], one weight a column. Statistics, sums
+and act(gate) are fp32. Saved for backward: x, gate, w, and rstd = 1 / sqrt(mean(u^2) + eps), one fp32 a group.
+Backward, with n = h * w and m = dn * w:  du = rstd * (m - h * mean(m * h)),  dw = sum over rows of dn * h.
 
-Sources: Dao and Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21060, for gate first; Yang et al.,
-"Gated Linear Attention Transformers with Hardware-Efficient Training", https://arxiv.org/abs/2312.06635, for norm first
+Sources: gate first, Dao and Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21060; norm first, Yang et al.,
+"Gated Linear Attention Transformers with Hardware-Efficient Training", https://arxiv.org/abs/2312.06635
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _gated_rms_norm_bwd_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program p of a group takes the row tiles p, p + programs, ... Partial_ptr [programs, groups * n_cols]: dw."""
+    """Program (p, g) takes row tiles p, p + programs, ... of group g. Partial_ptr [programs, groups * n_cols]: dw."""
     wait_for_previous(DEPENDENT)
     group = tl.program_id(1)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
@@ -190,7 +190,7 @@ def _gated_rms_norm_bwd_kernel(
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
-# A program holds rows of one group (an attention head, or part of a layer's width). The key has a group's columns.
+# A program holds rows of one group (an attention head or part of the columns). The key has the width of a group.
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
@@ -201,7 +201,7 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Tiles of 2048 elements, on a persistent grid of 8192 elements a multiprocessor."""
+    """Tiles of 2048 elements, on a persistent grid with 8192 elements a multiprocessor."""
     rows = rows_per_program(target, key[1], max(1, min(16, 2048 // key[0])))
     ctas = max(1, min(8, 8192 // (key[0] * rows)))
     return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, target.warps(key[0] * rows, 16, 16), 1, ctas)
@@ -304,10 +304,10 @@ def liger_gated_rms_norm(
 ) -> torch.Tensor:
     """RMSNorm of X over groups of columns, scaled by W and gated by activation(gate).
 
-    norm_before_gate: h(X) * W * activation(gate); else h(X * activation(gate)) * W; h(u) = u / sqrt(mean(u^2) + eps).
-    X, gate: [..., n_cols]; W: [n_cols]; fp32, fp16 or bf16 (fp64 too on the CPU). activation: `silu` or `sigmoid`.
-    casting_mode: `llama` rounds h, and h * W, to the inputs' dtype; `gemma` rounds the result only. group_size: columns
-    that are normalised together, a divisor of n_cols; None: all.
+    norm_before_gate: h(X) * W * activation(gate), else h(X * activation(gate)) * W, with h(u) = u / sqrt(mean(u^2) +
+    eps). X, gate: [..., n_cols]; W: [n_cols]; fp32, fp16 or bf16 (fp64 too on the CPU). activation: `silu` or
+    `sigmoid`. casting_mode: `llama` rounds h to X's dtype and h * W to the promoted dtype of X and W; `gemma` rounds
+    the result only. group_size: columns that are normalised together, a divisor of n_cols; None: all.
     Returns [..., n_cols] in X's dtype; with `llama` and norm_before_gate=False in the promoted dtype of X and W.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
@@ -326,7 +326,7 @@ def liger_gated_rms_norm(
 
 
 class LigerGatedRMSNorm(torch.nn.Module):
-    """Gated RMSNorm layer with a weight of ones at the start; the arguments are as for `liger_gated_rms_norm`."""
+    """Gated RMSNorm layer, with a weight that starts at one; the arguments are as for `liger_gated_rms_norm`."""
 
     def __init__(
         self,
@@ -352,7 +352,7 @@ class LigerGatedRMSNorm(torch.nn.Module):
 
 
 WORKLOADS = {"qwen3_next_80b": (262144, 128), "kimi_linear_48b": (262144, 128), "bamba_9b": (8192, 8192)}
-"""The first two: 8192 tokens of 32 heads."""
+"""The first two have 8192 tokens of 32 heads."""
 
 
 def sample(sizes, dtype, device, generator, *, groups=1, wide_weight=False, **options: Any) -> Sample:

@@ -3,8 +3,8 @@
 Statistics, products and sums are fp32; y is rounded once. var is the mean squared deviation. Saved for backward: x, w,
 and mean and rstd = 1 / sqrt(var + eps), two fp32 a row. The backward's formulas are in backward.py.
 
-Source: Ba, Kiros and Hinton, "Layer Normalization", https://arxiv.org/abs/1607.06450; the running mean and deviation of
-rows too wide to hold are from Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm" (1979).
+Source: Ba, Kiros and Hinton, "Layer Normalization", https://arxiv.org/abs/1607.06450; running statistics of rows read
+in tiles: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm" (1979).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def fwd_reference(x, w, b, eps):
 
 
 def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """rms_norm's, with two exceptions. Many rows of 4096 columns, unless they begin anywhere, take half the warps. Many
-    rows in two blocks, or of 16384 columns, take a persistent kernel if W and B fit its registers beside a row."""
+    """As for rms_norm, with two exceptions: many rows of 4096 columns, if aligned, take half the warps, and many rows
+    in two blocks or of 16384 columns take a persistent kernel, if its registers hold a row, W and B."""
     config = fwd_heuristic(target, key, 32768)
     warps = target.warps(key[0], 32)
     if key[0] == 4096 and key[3:] != (0,) and 1 << key[1] > 16 * target.multiprocessors:
@@ -56,8 +56,8 @@ def _fwd_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _persistent(target: Target, key: Key, warps: int, stages: int, ctas: int) -> LaunchConfig | None:
-    """A persistent grid, with registers limited to a program's share; None where the compiler cannot limit them, or the
-    rows in flight do not fit shared memory."""
+    """A persistent grid whose registers are limited so that all programs are resident. None if the compiler cannot
+    limit registers, or if the rows in flight do not fit shared memory."""
     if not target.cooperative or ctas * (stages - 1) * max_columns(key[0]) * key[2] > target.shared_memory:
         return None
     registers = {"maxnreg": resident_options(target, warps, ctas)["maxnreg"]}
@@ -65,13 +65,13 @@ def _persistent(target: Target, key: Key, warps: int, stages: int, ctas: int) ->
 
 
 def _fwd_space(target: Target, key: Key) -> list[LaunchConfig]:
-    """rms_norm's, and persistent kernels that keep W and B in registers."""
+    """As for rms_norm, and persistent kernels that keep W and B in registers."""
     persistent = (
-        _persistent(target, key, warps, stages, most // warps)
+        _persistent(target, key, warps, stages, resident_warps // warps)
         for warps in (1, 2, 4, 8, 16)
-        for most in (12, 16)
+        for resident_warps in (12, 16)
         for stages in (3, 4)
-        if most >= warps and 1024 <= key[0] <= 16384 and 16 <= key[0] // (warps * target.warp_size) <= 32
+        if resident_warps >= warps and 1024 <= key[0] <= 16384 and 16 <= key[0] // (warps * target.warp_size) <= 32
     )
     return [*fwd_space(target, key), *(config for config in persistent if config is not None)]
 
@@ -107,7 +107,7 @@ class LayerNormFunction(OperatorFunction):
 def liger_layer_norm(X: torch.Tensor, W: torch.Tensor | None, B: torch.Tensor | None, eps: float) -> torch.Tensor:
     """LayerNorm over the last dimension: (X - mean) / sqrt(var + eps) * W + B.
 
-    X: [..., n_cols]; W, B: [n_cols] or None, B only together with W. fp32, fp16 or bf16 (fp64 too on the CPU).
+    X: [..., n_cols]; W, B: [n_cols] or None; B needs W. fp32, fp16 or bf16 (fp64 too on the CPU).
     Returns [..., n_cols] in X's dtype.
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
@@ -120,7 +120,7 @@ class LigerLayerNorm(torch.nn.Module):
 
     hidden_size: size of the last dimension; init_fn: `ones` or `zeros` for the weight.
     bias: with True and with False there is a bias, which starts at zero, as in Liger's state dicts; None: no bias.
-    impl, mode, backend: Liger's choice among its implementations; kept as attributes, without effect.
+    impl, mode, backend: choose an implementation in Liger; here they are attributes without effect.
     """
 
     def __init__(

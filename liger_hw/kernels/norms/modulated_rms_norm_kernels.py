@@ -269,14 +269,14 @@ def _load_factor(W_ptr, mod_ptr, cols, exist, offset):
 
 
 @triton.jit
-def _modulate_by_row(scale, dw, h, dy, m, DScale_ptr, DShift_ptr, rows, n_cols, cols, mask):
-    """For rows with a modulation each: store its gradients, if needed, and return (dw, m) times 1 + scale."""
+def _modulate_by_row(scale, dy_h, h, dy, m, DScale_ptr, DShift_ptr, rows, n_cols, cols, mask):
+    """For rows with a modulation each: store its gradients, if needed, and return (dy_h, m) times 1 + scale."""
     scale = 1.0 + scale.to(tl.float32)
     if DScale_ptr is not None:
         store_tile(DScale_ptr, rows, n_cols, cols, m * h, mask)
     if DShift_ptr is not None:
         store_tile(DShift_ptr, rows, n_cols, cols, dy, mask)
-    return dw * scale, m * scale
+    return dy_h * scale, m * scale
 
 
 @triton.jit
@@ -405,29 +405,29 @@ def _modulated_rms_norm_bwd_kernel(
         rstd = load_row_values(RSTD_ptr, rows, row_mask)
         h, rounded = normalised(x, None, rstd, CASTING)
         m = dy if w is None else dy * w[None, :]
-        share = dy * rounded
+        dy_h = dy * rounded
         if PER_ROW:
             scale = load_tile(Scale_ptr, rows, Scale_row_stride, cols, mask, LOAD_HINT)
             dscale_ptr = None if SUM_MODS else DScale_ptr
             dshift_ptr = None if SUM_MODS else DShift_ptr
-            share, m = _modulate_by_row(scale, share, rounded, dy, m, dscale_ptr, dshift_ptr, rows, n_cols, cols, mask)
+            dy_h, m = _modulate_by_row(scale, dy_h, rounded, dy, m, dscale_ptr, dshift_ptr, rows, n_cols, cols, mask)
         if SUMS:
-            first += share
+            first += dy_h
             if HAS_SHIFT:
                 second += dy
         mh_2 = None
         if BLOCK_2:
             h_2, rounded = normalised(x_2, None, rstd, CASTING)
             m_2 = dy_2 if w_2 is None else dy_2 * w_2[None, :]
-            share = dy_2 * rounded
+            dy_h = dy_2 * rounded
             if PER_ROW:
                 scale = load_tile(Scale_ptr, rows, Scale_row_stride, cols_2, mask_2, LOAD_HINT)
-                share, m_2 = _modulate_by_row(
-                    scale, share, rounded, dy_2, m_2, dscale_ptr, dshift_ptr, rows, n_cols, cols_2, mask_2
+                dy_h, m_2 = _modulate_by_row(
+                    scale, dy_h, rounded, dy_2, m_2, dscale_ptr, dshift_ptr, rows, n_cols, cols_2, mask_2
                 )
             mh_2 = m_2 * h_2
             if SUMS:
-                first_2 += share
+                first_2 += dy_h
                 if HAS_SHIFT:
                     second_2 += dy_2
         if DOT_ptr is None:
@@ -438,10 +438,10 @@ def _modulated_rms_norm_bwd_kernel(
         if BLOCK_2:
             store_tile(DX_ptr, rows, n_cols, cols_2, rstd * (m_2 - h_2 * dot), mask_2)
     if SUMS:
-        line_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_SHIFT)
-        store_partial_sums(line_ptr, n_cols, first, second, cols, exist, HAS_SHIFT)
+        row_ptr = Partial_ptr + pid.to(tl.int64) * n_cols * (1 + HAS_SHIFT)
+        store_partial_sums(row_ptr, n_cols, first, second, cols, exist, HAS_SHIFT)
         if BLOCK_2:
-            store_partial_sums(line_ptr, n_cols, first_2, second_2, cols_2, exist_2, HAS_SHIFT)
+            store_partial_sums(row_ptr, n_cols, first_2, second_2, cols_2, exist_2, HAS_SHIFT)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
@@ -454,8 +454,7 @@ def _key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
     return blocks_key(n_rows, n_cols, itemsize)
 
 
-def _wide_key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
-    """For kernels that work in column tiles."""
+def _column_tiles_key(n_mods: int, n_rows: int, n_cols: int, itemsize: int) -> Key:
     return row_key(n_rows, n_cols, itemsize)
 
 
@@ -507,11 +506,11 @@ BWD = _tunable(
     space=lambda target, key: bwd_space(target, key, _BWD_STREAMS, grads=2),
     valid=persistent_misfit,
 )
-BWD_DOT = means_tunable("modulated_rms_norm", "bwd_dot", _wide_key, _DIMS)
+BWD_DOT = means_tunable("modulated_rms_norm", "bwd_dot", _column_tiles_key, _DIMS)
 BWD_SUMS = _tunable(
     "bwd_sums",
     _modulated_rms_norm_bwd_sums_kernel,
-    key=_wide_key,
+    key=_column_tiles_key,
     heuristic=lambda target, key: LaunchConfig({"BLOCK_M": 4, "BLOCK_N": 64}, target.warps(256, 4)),
     safe=lambda target, key: LaunchConfig({"BLOCK_M": 8, "BLOCK_N": 32}, 1),
     space=_sums_space,
@@ -520,7 +519,7 @@ BWD_SUMS = _tunable(
 BWD_ALL_SUMS = _tunable(
     "bwd_all_sums",
     _modulated_rms_norm_bwd_all_sums_kernel,
-    key=_wide_key,
+    key=_column_tiles_key,
     # narrow tiles, because there is one program for each column tile
     heuristic=lambda target, key: LaunchConfig({"BLOCK_N": 16}, target.warps(4096, 32)),
     safe=lambda target, key: LaunchConfig({"BLOCK_N": 8}, 4),

@@ -73,7 +73,7 @@ def _poly_norm_fwd_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Each program takes ROWS rows. Rows wider than BLOCK_SIZE are read twice, the second time from cache."""
+    """Each program takes ROWS rows. Without WHOLE_ROW rows are read twice, the second time from cache."""
     wait_for_previous(DEPENDENT)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = rows < n_rows
@@ -83,9 +83,9 @@ def _poly_norm_fwd_kernel(
     w3 = tl.load(W_ptr).to(tl.float32)
     w2 = tl.load(W_ptr + 1).to(tl.float32)
     w1 = tl.load(W_ptr + 2).to(tl.float32)
-    shift = 0.0
+    b = 0.0
     if B_ptr is not None:
-        shift = tl.load(B_ptr).to(tl.float32)
+        b = tl.load(B_ptr).to(tl.float32)
     if WHOLE_ROW:
         mask = row_mask & (cols < n_cols)
         x = load_with_hint(x_ptrs, LOAD_HINT, mask=mask, other=0.0).to(tl.float32)
@@ -93,17 +93,17 @@ def _poly_norm_fwd_kernel(
         fourth = square * square
         sum1, sum2, sum3 = _row_sum(square), _row_sum(fourth), _row_sum(fourth * square)
     else:
-        lane1 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-        lane2 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-        lane3 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        lanes1 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        lanes2 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+        lanes3 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
         for start in range(0, n_cols, BLOCK_SIZE):
             x = tl.load(x_ptrs + start, mask=row_mask & (start + cols < n_cols), other=0.0).to(tl.float32)
             square = x * x
             fourth = square * square
-            lane1 += square
-            lane2 += fourth
-            lane3 += fourth * square
-        sum1, sum2, sum3 = _row_sum(lane1), _row_sum(lane2), _row_sum(lane3)
+            lanes1 += square
+            lanes2 += fourth
+            lanes3 += fourth * square
+        sum1, sum2, sum3 = _row_sum(lanes1), _row_sum(lanes2), _row_sum(lanes3)
     rstd1 = tl.rsqrt(sum1 / n_cols + eps)
     rstd2 = tl.rsqrt(sum2 / n_cols + eps)
     rstd3 = tl.rsqrt(sum3 / n_cols + eps)
@@ -112,15 +112,15 @@ def _poly_norm_fwd_kernel(
     tl.store(RSTD_ptr + 2 * n_rows + rows, rstd3, mask=row_mask)
     a1, a2, a3 = w1 * rstd1, w2 * rstd2, w3 * rstd3
     if WHOLE_ROW:
-        y = x * (a1 + x * (a2 + x * a3)) + shift
+        y = x * (a1 + x * (a2 + x * a3)) + b
         tl.store(y_ptrs, y.to(Y_ptr.dtype.element_ty), mask=mask)
     else:
         tiles = tl.cdiv(n_cols, BLOCK_SIZE)
         for tile in range(tiles):
-            start = (tiles - 1 - tile) * BLOCK_SIZE  # backwards: what was read last is still in cache
+            start = (tiles - 1 - tile) * BLOCK_SIZE  # backwards: the last tiles are still in cache
             mask = row_mask & (start + cols < n_cols)
             x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
-            y = x * (a1 + x * (a2 + x * a3)) + shift
+            y = x * (a1 + x * (a2 + x * a3)) + b
             tl.store(y_ptrs + start, y.to(Y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -150,7 +150,7 @@ def _poly_norm_bwd_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program p takes the row tiles p, p + programs, ... Partial_ptr [programs, 4]: its share of dw and db."""
+    """Program p takes the row tiles p, p + programs, ... Partial_ptr [programs, 4]: dw and db of its rows."""
     wait_for_previous(DEPENDENT)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     col_tiles = tl.cdiv(n_cols, BLOCK_SIZE)
@@ -176,36 +176,36 @@ def _poly_norm_bwd_kernel(
             x = load_with_hint(x_ptrs, LOAD_HINT, mask=mask, other=0.0)
             dy = load_with_hint(dy_ptrs, LOAD_HINT, mask=mask, other=0.0)
             x, dy = x.to(tl.float32), dy.to(tl.float32)
-            first = dy * x
-            second = first * x
-            sum0, sum1, sum2, sum3 = _row_sum(dy), _row_sum(first), _row_sum(second), _row_sum(second * x)
+            dy_x = dy * x
+            dy_x2 = dy_x * x
+            sum0, sum1, sum2, sum3 = _row_sum(dy), _row_sum(dy_x), _row_sum(dy_x2), _row_sum(dy_x2 * x)
         else:
-            lane0 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-            lane1 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-            lane2 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
-            lane3 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+            lanes0 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+            lanes1 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+            lanes2 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
+            lanes3 = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.float32)
             for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
                 start = col_tile * BLOCK_SIZE
                 mask = row_mask & (start + cols < n_cols)
                 x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
                 dy = tl.load(dy_ptrs + start, mask=mask, other=0.0).to(tl.float32)
-                lane0 += dy
-                lane1 += dy * x
-                lane2 += dy * x * x
-                lane3 += dy * x * x * x
-            sum0, sum1, sum2, sum3 = _row_sum(lane0), _row_sum(lane1), _row_sum(lane2), _row_sum(lane3)
-        share1, share2, share3 = sum1 * rstd1, sum2 * rstd2, sum3 * rstd3
-        dw1 += share1
-        dw2 += share2
-        dw3 += share3
+                lanes0 += dy
+                lanes1 += dy * x
+                lanes2 += dy * x * x
+                lanes3 += dy * x * x * x
+            sum0, sum1, sum2, sum3 = _row_sum(lanes0), _row_sum(lanes1), _row_sum(lanes2), _row_sum(lanes3)
+        dot1, dot2, dot3 = sum1 * rstd1, sum2 * rstd2, sum3 * rstd3  # n_cols * c_p
+        dw1 += dot1
+        dw2 += dot2
+        dw3 += dot3
         db += sum0
         a1, a2, a3 = w1 * rstd1, w2 * rstd2, w3 * rstd3
-        k1, k2, k3 = rstd1 * (share1 / n_cols), rstd2 * (share2 / n_cols), rstd3 * (share3 / n_cols)
+        k1, k2, k3 = rstd1 * (dot1 / n_cols), rstd2 * (dot2 / n_cols), rstd3 * (dot3 / n_cols)
         if WHOLE_ROW:
             tl.store(dx_ptrs, _dx(dy, x, a1, a2, a3, k1, k2, k3).to(DX_ptr.dtype.element_ty), mask=mask)
         else:
             for col_tile in tl.range(0, col_tiles, num_stages=STAGES):
-                start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: what was read last is still in cache
+                start = (col_tiles - 1 - col_tile) * BLOCK_SIZE  # backwards: the last tiles are still in cache
                 mask = row_mask & (start + cols < n_cols)
                 x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
                 dy = tl.load(dy_ptrs + start, mask=mask, other=0.0).to(tl.float32)
@@ -290,7 +290,7 @@ def liger_poly_norm(
 
 
 class LigerPolyNorm(torch.nn.Module):
-    """PolyNorm layer, whose weights begin at 1/3 and bias at 1, as in PolyCom. in_place: as for `liger_poly_norm`."""
+    """PolyNorm layer. As in PolyCom, weights start at 1/3 and the bias at 1. in_place: as for `liger_poly_norm`."""
 
     def __init__(self, eps: float = 1e-6, in_place: bool = True) -> None:
         super().__init__()

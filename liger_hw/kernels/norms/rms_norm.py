@@ -34,7 +34,7 @@ def fwd_reference(x, w, eps, offset, casting):
 
 
 def normed(x, w, eps, offset, casting):
-    """(y in fp32 or fp64, not rounded, rstd [rows]) in plain torch."""
+    """(unrounded y in fp32 or fp64, rstd [rows]) in plain torch."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide)
     rstd = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
@@ -55,7 +55,7 @@ def rms_backward(tunables, dy, x, w, rstd, eps, offset, casting, needs_dw, ds=No
 
 
 def casting_code(name: str, casting_mode: str, modes: Iterable[str] = CASTING_MODES) -> int:
-    """The kernels' number for a casting mode. Raises `ValueError` for a mode that is not in `modes`."""
+    """The number of a casting mode (CASTING of the kernels). Raises `ValueError` for a mode that is not in `modes`."""
     if not isinstance(casting_mode, str) or casting_mode not in modes:
         check(False, name, f"casting_mode must be one of {', '.join(modes)}, got {casting_mode!r}")
     return CASTING_MODES[casting_mode]
@@ -101,8 +101,8 @@ def liger_rms_norm(
 class LigerRMSNorm(torch.nn.Module):
     """RMSNorm layer: y = x / sqrt(mean(x^2) + eps) * (offset + weight).
 
-    hidden_size: size of the last dimension; init_fn: `ones` or `zeros` for the weight; elementwise_affine=False has no
-    weight. The other arguments are as for `liger_rms_norm`.
+    hidden_size: size of the last dimension; init_fn: `ones` or `zeros` for the weight; elementwise_affine=False: no
+    weight. row_mode: ignored with a warning. The other arguments are as for `liger_rms_norm`.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class LigerRMSNorm(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        affine = self.weight is not None  # other norms may borrow this method and `forward`
+        affine = self.weight is not None  # not self.elementwise_affine: patched norms of a model lack it
         size = self.weight.shape[0] if affine else self.hidden_size
         return (
             f"{size}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode}, "
