@@ -1,23 +1,23 @@
 """A linear layer whose three products are in FP8: y = x W^T + b.
 
-Products are rounded to bf16, their sums are fp32. Hopper's tensor cores add FP8 with about 14 bits, so that a sum has
-an error of 2^-13 of its terms' magnitudes.
+Products are summed in fp32, and the sums are rounded to bf16. Hopper's tensor cores add FP8 products with about 14
+bits: the error is 2^-13 of the sum of magnitudes.
 
-Recipe `rowwise`, for tokens t, inputs i and outputs o; each tensor is read once for its amax and its FP8:
-    y[t, o] = s[t] w[o] sum_i x8[t, i] W8[o, i]         x8 and W8 with a scale for each row
-    dx[t, i] = g[t] m sum_o dy8[t, o] W8'[o, i]         dy8 with a scale for each row, W8' with m, the largest of w
-    dW[o, i] = c sum_t (dy8[t, o] g[t] s[t] / c) x8[t, i]       with c the largest g[t] s[t]
-The last product sums over tokens, so that their scales g s / c are multiplied into dy8. They are powers of two: only
-exponents change, and nothing is rounded twice. Tokens with small gradients beside the largest underflow, as in any
-product with one scale.
+Recipe `rowwise`, for tokens t, inputs i and outputs o; each tensor is read once:
+    y[t, o] = s[t] w[o] sum_i x8[t, i] W8[o, i]                 s, w: scales of the rows of x8 and W8
+    dx[t, i] = g[t] m sum_o dy8[t, o] W8'[o, i]                 g: scales of dy8's rows; m: max of w, one scale of W8'
+    dW[o, i] = c sum_t (dy8[t, o] g[t] s[t] / c) x8[t, i]       c: max of g[t] s[t]
+The last product sums over tokens, so dy8 is first multiplied by g s / c. These factors are powers of two, so that only
+exponents change and nothing is rounded twice. Tokens whose gradients are much smaller than the largest underflow, as in
+any product with one scale.
 
-Recipe `tensorwise`: each tensor has one scale, from a separate read.
+Recipe `tensorwise`: each tensor has one scale, and is read twice.
 
-Saved for backward: x8 and its scales, one byte an element, and the weight, which is quantised again. For a weight that
-is kept in FP8, W8' is W8 w / m, also with other exponents.
+Saved for backward: x8 and its scales, one byte an element, and the weight, which is quantised again, to W8'. For a
+weight that is kept in FP8, W8' is W8 w / m, which changes only exponents.
 
-Source: Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433; scales of rows as in
-torchao.float8 and, of gradients, in DeepSeek-AI, "DeepSeek-V3 Technical Report", https://arxiv.org/abs/2412.19437
+Source: Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433; scales of rows:
+torchao.float8; of gradients: DeepSeek-AI, "DeepSeek-V3 Technical Report", https://arxiv.org/abs/2412.19437
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .quantize_float8 import QUANTIZED, TRANSPOSED, float8_transposed, quantized
 
 
 class Recipe(NamedTuple):
-    """rowwise: a scale for each row, or one for all; gradients: the format of dy."""
+    """rowwise: whether each row has a scale, or all rows have one; gradients: the format of dy."""
 
     rowwise: bool
     gradients: int
@@ -45,7 +45,7 @@ RECIPES = {"rowwise": Recipe(True, E4M3), "tensorwise": Recipe(False, E5M2)}
 
 
 def product(a, b, scale_a, scale_b, rowwise: bool) -> torch.Tensor:
-    """a [m, k] times the transpose of b [n, k], both FP8, in bf16; on the CPU in fp32, or in fp64 for fp64.
+    """a [m, k] times the transpose of b [n, k], both FP8; returns bf16, on the CPU fp32 or, for fp64, fp64.
 
     scale_a: [m] or [1]; scale_b: [n] or [1]; rowwise: whether one of them has a scale for each row
     """
@@ -71,8 +71,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 class _ReferenceFunction(torch.autograd.Function):
-    """The formulas above, with inputs rounded to FP8 and products in fp32 or fp64, fp32 products rounded to bf16 on a
-    device."""
+    """The formulas above in fp32 or fp64, with inputs rounded to FP8. On a device fp32 products are rounded to bf16."""
 
     @staticmethod
     def forward(ctx, x, weight, recipe):
@@ -113,7 +112,7 @@ def _reference_rows(x: torch.Tensor, format: int, rowwise: bool) -> Float8Rows:
 
 
 def float8_linear_reference(x, weight, bias=None, recipe="rowwise", rounds=None):
-    """rounds: whether numbers are rounded to FP8; None: unless `x` is fp64."""
+    """rounds: whether tensors are rounded to FP8; None: if `x` is not fp64."""
     if rounds is None:
         rounds = x.dtype is not torch.float64
     rows, w = as_rows(wide(x)), wide(weight)
@@ -123,15 +122,15 @@ def float8_linear_reference(x, weight, bias=None, recipe="rowwise", rounds=None)
 
 
 class Scales:
-    """The scales in a linear's last forward and backward: NaN for a row with an infinity or NaN. Copies have none.
-    All instances are equal, because no launch depends on them."""
+    """The scales in a linear's last forward and backward; a row with an infinity or NaN has the scale NaN. Copies are
+    empty. All instances are equal, because launches do not depend on them."""
 
     input: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
 
-    def note(self, **scales: torch.Tensor) -> None:
-        """Keep these scales, unless they are fake tensors (autotune/compile_ahead.py)."""
+    def record(self, **scales: torch.Tensor) -> None:
+        """Keep these scales, except fake tensors (autotune/compile_ahead.py)."""
         vars(self).update({name: scale for name, scale in scales.items() if type(scale) is torch.Tensor})
 
     def __eq__(self, other: object) -> bool:
@@ -145,9 +144,9 @@ class Scales:
 
 
 class Float8LinearFunction(Function):
-    """rows: x in FP8, if another linear computed it from the same input, or None
+    """rows: x in FP8, if it is already computed, or None
     weight_scale: the scale of a weight that is kept in FP8, or None
-    scales: a `Scales` that is filled, or None
+    scales: a `Scales` in which the scales are recorded, or None
     """
 
     @staticmethod
@@ -161,12 +160,12 @@ class Float8LinearFunction(Function):
         if bias is not None:
             y = y + bias
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        saved = rows if needs_dw else (None, None)
-        largest = weights.scale if weight_scale is not None else weights.scale.amax(0, keepdim=True)
-        ctx.save_for_backward(*saved, *((weight, largest) if needs_dx else (None, None)))
+        saved_rows = rows if needs_dw else (None, None)
+        saved_scale = weights.scale if weight_scale is not None else weights.scale.amax(0, keepdim=True)
+        ctx.save_for_backward(*saved_rows, *((weight, saved_scale) if needs_dx else (None, None)))
         ctx.recipe, ctx.shape, ctx.scales = recipe, x.shape, scales
         if scales is not None:
-            scales.note(input=rows.scale, weight=weights.scale)
+            scales.record(input=rows.scale, weight=weights.scale)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return no_view(y.to(dtype), (*x.shape[:-1], weight.shape[0]))
 
@@ -181,25 +180,25 @@ class Float8LinearFunction(Function):
             db = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(b_dtype)
         gradients = quantized(dy, recipe.gradients, recipe.rowwise)
         if ctx.scales is not None:
-            ctx.scales.note(gradient=gradients.scale)
+            ctx.scales.record(gradient=gradients.scale)
         if weight is not None:
             if weight.dtype.itemsize == 1:
-                transposed, largest = _with_one_scale(weight, weight_scale, E4M3, recipe.rowwise)
+                transposed, one_scale = _transposed_with_one_scale(weight, weight_scale, E4M3, recipe.rowwise)
             else:
-                transposed, largest = float8_transposed(weight, weight_scale.reciprocal(), E4M3), weight_scale
-            dx = product(gradients.data, transposed, gradients.scale, largest, recipe.rowwise)
+                transposed, one_scale = float8_transposed(weight, weight_scale.reciprocal(), E4M3), weight_scale
+            dx = product(gradients.data, transposed, gradients.scale, one_scale, recipe.rowwise)
             dx = dx.to(x_dtype).reshape(ctx.shape)
         if data is not None:
             token_scales = gradients.scale * scale
-            by_outputs, largest = _with_one_scale(gradients.data, token_scales, recipe.gradients, recipe.rowwise)
-            dw = product(by_outputs, float8_transposed(data, None, E4M3), largest, torch.ones_like(largest), False)
+            format, x8 = recipe.gradients, float8_transposed(data, None, E4M3)
+            dy8, one_scale = _transposed_with_one_scale(gradients.data, token_scales, format, recipe.rowwise)
+            dw = product(dy8, x8, one_scale, torch.ones_like(one_scale), False)
             dw = dw[: dy.shape[1], : ctx.shape[-1]].to(w_dtype).contiguous()
         return dx, dw, db, *(None,) * 5
 
 
-def _with_one_scale(data, scale, format: int, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(data transposed, with one scale for all rows instead of a scale for each, as in the formula of dW; that scale
-    [1]). If all rows share a scale already, the bytes do not change."""
+def _transposed_with_one_scale(data, scale, format: int, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(data transposed and, if rowwise, multiplied by scale / max of scale; the one scale of the result, [1])."""
     if not rowwise:
         return float8_transposed(data, None, format), scale
     largest = scale.amax(0, keepdim=True)
@@ -211,8 +210,8 @@ def liger_float8_linear(
 ) -> torch.Tensor:
     """x weight^T + bias, with x, weight and the gradient in FP8 in the forward and in both products of the backward.
 
-    x: [..., n_in]; weight: [n_out, n_in]; bias: [n_out] or None, of one dtype (unless autocast is on): fp32, fp16 or
-    bf16. On the CPU fp64 too, which is not rounded. Unless n_in and n_out are multiples of 16, they are padded.
+    x: [..., n_in]; weight: [n_out, n_in]; bias: [n_out] or None; fp32, fp16 or bf16, all of one dtype unless autocast
+    is on. On the CPU fp64 too, which is not rounded. n_in and n_out are padded to multiples of 16.
     recipe: `rowwise` (a scale for each row, gradients in E4M3) or `tensorwise` (one scale, gradients in E5M2)
     Returns [..., n_out] in x's dtype or autocast's.
     Raises `ValueError` for shapes and dtypes that do not fit, and where the device has no FP8.
@@ -225,10 +224,10 @@ def liger_float8_linear(
 
 
 def linear(x, weight, bias, rows, recipe: Recipe, name: str, weight_scale=None, scales=None) -> torch.Tensor:
-    """Check shapes and dtypes, with errors that begin with `name`, and apply the Function."""
+    """Check shapes and dtypes, with `name` in errors, and apply the Function; see there for rows and what follows."""
     fits = weight.dim() == 2 and x.shape[-1:] == weight.shape[1:]
     shapes = f"{tuple(x.shape)}, {tuple(weight.shape)}"
-    check(fits, name, f"an input [..., n_in] and a weight [n_out, n_in] do not fit: {shapes}")
+    check(fits, name, f"the input must be [..., n_in] and the weight [n_out, n_in], got {shapes}")
     if bias is not None:
         check(bias.shape == weight.shape[:1], name, f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
     dtype = autocast_dtype(x.device.type)

@@ -1,7 +1,7 @@
-"""Residual add and RMSNorm that writes FP8, and the linears in FP8 that read it: s = x + r, y_i = norm(s) W_i^T + b_i.
+"""Residual add, RMSNorm to FP8 and FP8 linears of the result: s = x + r, y_i = norm(s) W_i^T + b_i.
 
 s and norm(s) are rounded as in ../norms/fused_add_rms_norm.py; norm(s) is quantised with a scale for each row.
-Saved for backward: s, w, rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then fused_add_rms_norm.py's.
+Saved for backward: s, w, rstd, norm(s) in FP8, W_i. Backward: as in float8_linear.py, then fused_add_rms_norm.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from .rms_norm_float8 import rms_norm_float8_reference
 from .whole_rows import SMALL, linears, placeholder, too_wide
 
 FWD = normed_tunable("fused_add_rms_norm_float8")
-fused_add_rms_norm_backward = FusedAddRMSNormFunction.backward  # torch.compile takes it from here, not from the class
+fused_add_rms_norm_backward = (
+    FusedAddRMSNormFunction.backward
+)  # torch.compile traces this name, not the attribute of the class
 
 
 def fused_add_rms_norm_float8_reference(
     X, R, W, eps, weights, biases=None, offset=0.0, casting_mode="llama", rounds=None
 ):
     S = X + R
-    if rounds is not None:  # the fp64 oracle of an op in dtype `rounds`, which rounds the sum
+    if rounds is not None:  # S rounded to the dtype `rounds`, see `linears_reference`
         S = S + (S.to(rounds).double() - S).detach()
     return *rms_norm_float8_reference(S, W, eps, weights, biases, offset, casting_mode, rounds), S
 
@@ -73,7 +75,7 @@ def liger_fused_add_rms_norm_float8(
     offset: float = 0.0,
     casting_mode: str = "llama",
 ) -> tuple[torch.Tensor, ...]:
-    """RMSNorm of S = X + R, times the transpose of each of `weights`; last S itself, the next block's residual.
+    """RMSNorm of S = X + R, times the transpose of each of `weights`, and S, the next block's residual.
 
     X, R: [..., n_cols], of one shape; W: [n_cols]. The other arguments and what is raised are as for
     `liger_rms_norm_float8`. Returns [..., n_out] for each weight, then S like X.

@@ -1,6 +1,6 @@
-"""Core of the gates that write FP8: act(a) * b is rounded as by the op without FP8, then quantised.
+"""Shared by swiglu_float8 and geglu_float8: act(a) * b is rounded as by swiglu or geglu, then quantised.
 
-A linear in FP8 reads it; the linear's gradient goes to the backward of the op without FP8.
+An FP8 linear reads the result. Its gradient goes to the backward of swiglu or geglu.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _gated_rows_kernel(
     n_rows,
     n_cols,
     KIND: tl.constexpr,
-    LARGEST: tl.constexpr,
+    MAX_FP8: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -49,11 +49,11 @@ def _gated_rows_kernel(
     b = load_tile(B_ptr, rows, B_row_stride, cols, mask, LOAD_HINT)
     value, _ = activation(a.to(tl.float32), KIND)
     c = (value.to(a.dtype) * b).to(a.dtype)
-    store_float8_rows(Q_ptr, S_ptr, c, rows, row_mask, cols, Q_row_stride, LARGEST, ROUND_FIRST)
+    store_float8_rows(Q_ptr, S_ptr, c, rows, row_mask, cols, Q_row_stride, MAX_FP8, ROUND_FIRST)
 
 
 class Gate(NamedTuple):
-    """rows: the operator (a, b) -> (data, scale); backward: the op's without FP8; numbers: what it saves."""
+    """rows: the operator (a, b) -> (data, scale); backward: of the op without FP8; numbers: `ctx.numbers` for it."""
 
     rows: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., tuple]
@@ -85,13 +85,13 @@ class GatedRowsFunction(Function):
     @staticmethod
     def forward(ctx, a, b, gate, owned):
         ctx.save_for_backward(a, b)
-        ctx.of_gate, ctx.numbers, ctx.owned = gate.backward, gate.numbers, owned
+        ctx.gate_backward, ctx.numbers, ctx.owned = gate.backward, gate.numbers, owned
         return placeholder(ctx, a, Float8Rows(*gate.rows(as_rows(a), as_rows(b))))
 
     @staticmethod
     @first_order
     def backward(ctx, dc, d_data, d_scale):
-        return (None,) * 4 if dc is None else (*ctx.of_gate(ctx, dc)[:2], None, None)
+        return (None,) * 4 if dc is None else (*ctx.gate_backward(ctx, dc)[:2], None, None)
 
 
 def gated_linear(
@@ -104,7 +104,7 @@ def gated_linear(
     name: str,
     *state: Any,
 ) -> torch.Tensor:
-    """act(a) * b times the weight's transpose, in FP8. state: the last arguments of `linear`."""
+    """(act(a) * b) weight^T + bias in FP8. state: weight_scale and scales of `linear`."""
     check(a.shape == b.shape, name, f"a and b must be of one shape, got {tuple(a.shape)} and {tuple(b.shape)}")
     c, data, scale = GatedRowsFunction.apply(a, b, gate, owned)
     return linear(c, weight, bias, Float8Rows(data, scale), ROWWISE, name, *state)

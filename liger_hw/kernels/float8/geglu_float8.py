@@ -1,7 +1,7 @@
-"""GEGLU that writes FP8, and the linear in FP8 that reads it: y = (gelu(a) * b) W^T + bias.
+"""GEGLU to FP8 and an FP8 linear of the result: y = (gelu(a) * b) W^T + bias.
 
 gelu(a) * b is rounded as in ../pointwise/geglu.py and quantised with a scale for each row.
-Saved for backward: a, b, their product in FP8, the weight. Backward: float8_linear.py's, then geglu.py's.
+Saved for backward: a, b, gelu(a) * b in FP8, W. Backward: as in float8_linear.py, then geglu.py.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def liger_geglu_float8(
     approximate: str = "tanh",
     owned: bool = False,
 ) -> torch.Tensor:
-    """gelu(a) * b times weight^T, plus bias; the product is written and read in FP8, with a scale for each row.
+    """(gelu(a) * b) weight^T + bias; gelu(a) * b is written and read in FP8, with a scale for each row.
 
-    approximate: `tanh` or `none` (exact). The other arguments, the result and what is raised are as for
+    approximate: `tanh` or `none` (exact). The other arguments, the result and the errors are as for
     `liger_swiglu_float8`.
     """
     name = "liger_geglu_float8"

@@ -1,7 +1,7 @@
-"""LayerNorm that writes FP8, and the linears in FP8 that read it: y_i = norm(x) W_i^T + b_i.
+"""LayerNorm to FP8 and FP8 linears of the result: y_i = norm(x) W_i^T + b_i.
 
-norm(x) is computed in fp32 and only rounded to FP8, with a scale for each row.
-Saved for backward: x, w, b, mean, rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then layer_norm.py's.
+norm(x) is computed in fp32 and rounded once, to FP8 with a scale for each row.
+Saved for backward: x, w, b, mean, rstd, norm(x) in FP8, W_i. Backward: as in float8_linear.py, then layer_norm.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .quantize_float8 import wide
 from .whole_rows import SMALL, linears, linears_reference, placeholder, too_wide
 
 FWD = normed_tunable("layer_norm_float8", rows=2)
-layer_norm_backward = LayerNormFunction.backward  # torch.compile takes it from here, not from the class
+layer_norm_backward = LayerNormFunction.backward  # torch.compile traces this name, not the attribute of the class
 
 
 def layer_norm_float8_reference(X, W, B, eps, weights, biases=None, rounds=None):
@@ -62,7 +62,7 @@ def liger_layer_norm_float8(
 ) -> tuple[torch.Tensor, ...]:
     """LayerNorm of X times the transpose of each of `weights`.
 
-    W, B: [n_cols] or None, B only together with W. The other arguments, the result and what is raised are as for
+    W, B: [n_cols] or None; B needs W. The other arguments, the result and the errors are as for
     `liger_rms_norm_float8`.
     """
     name = "liger_layer_norm_float8"

@@ -1,7 +1,7 @@
-"""Core of the norms that write FP8: rms_norm, fused_add_rms_norm and layer_norm are flags of one kernel.
+"""Shared by rms_norm_float8, fused_add_rms_norm_float8 and layer_norm_float8: one kernel, its launcher and samples.
 
-An RMS norm's y is rounded as by the op without FP8 (../norms/forward.py), LayerNorm's is not. Then y is quantised. The
-linears' gradient goes to the backward of the norm without FP8.
+The y of an RMS norm is rounded as in ../norms/forward.py, the y of LayerNorm is not; then y is quantised. The gradient
+of the FP8 linears goes to the backward of the norm without FP8.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def _normed_rows_kernel(
     n_cols,
     CASTING: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
-    NARROW: tl.constexpr,
-    LARGEST: tl.constexpr,
+    ROUND_Y: tl.constexpr,
+    MAX_FP8: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """R_ptr, S_ptr: the residual, and where x + residual is stored, or both None. W_ptr, B_ptr and offset may be None.
-    NARROW: y is rounded to x's dtype."""
+    """R_ptr, S_ptr: the residual and the result x + residual, or both None. W_ptr, B_ptr and offset may be None.
+    ROUND_Y: y is rounded to x's dtype before it is quantised."""
     wait_for_previous(DEPENDENT)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < n_rows
@@ -73,9 +73,9 @@ def _normed_rows_kernel(
     rstd = tl.rsqrt(tl.sum(y * y, axis=1) / n_cols + eps)
     tl.store(STATS_ptr + rows, rstd, mask=row_mask)
     y = scale_and_shift(y * rstd[:, None], w, b, offset, x.dtype, CASTING)
-    if NARROW:
+    if ROUND_Y:
         y = y.to(x.dtype)
-    store_float8_rows(Q_ptr, SCALE_ptr, y, rows, row_mask, cols, Q_row_stride, LARGEST, ROUND_FIRST)
+    store_float8_rows(Q_ptr, SCALE_ptr, y, rows, row_mask, cols, Q_row_stride, MAX_FP8, ROUND_FIRST)
 
 
 def normed_tunable(op: str, rows: int = 1) -> Tunable:
@@ -83,7 +83,7 @@ def normed_tunable(op: str, rows: int = 1) -> Tunable:
 
 
 def launch_normed(tunable, x, w, eps, offset, casting, residual=None, b=None, subtract_mean=False):
-    """(data, scale, statistics) of a norm's rows, then x + residual if there is a residual."""
+    """(data, scale, statistics) of a norm's rows in FP8; with a residual also x + residual, as the last result."""
     x, w, b = row_major(x), dense(w), dense(b)
     n_rows, _, stride = rows_of(x)
     s = r_stride = None
@@ -98,7 +98,7 @@ def launch_normed(tunable, x, w, eps, offset, casting, residual=None, b=None, su
 
 
 def normed_reference(y: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The results of `launch_normed`, from y and the other results of the operator without FP8."""
+    """The results of `launch_normed`. y, others: the results of the norm without FP8."""
     return *rows_reference(as_rows(y), E4M3), *others
 
 
@@ -111,7 +111,7 @@ WORKLOADS = {
 
 
 def normed_sample(n_inputs: int, n_vectors: int) -> Callable[..., Sample]:
-    """The `sample` of an op with n_inputs tensors like x and n_vectors tensors [n_cols]. weights: how many linears."""
+    """The `sample` of an op with n_inputs tensors like x and n_vectors tensors [n_cols]. weights: number of linears."""
 
     def sample(sizes, dtype, device, generator, *, weights=1, bias=False, affine=True, **kwargs) -> Sample:
         n_rows, n_cols, n_out = sizes

@@ -1,12 +1,12 @@
-"""Quantisation to FP8, and the transposed copy that the matrix products of backward need.
+"""Quantisation to FP8, and the transposed copy for the matrix products of the backward.
 
-Each operator takes a matrix [n_rows, n_cols] and reads it once:
+Each operator reads a matrix [n_rows, n_cols] once:
     rows        data and a scale for each row; data has n_cols rounded up to a multiple of 16
     cast        data for one given scale
     scales      a scale for each row, no data
     transposed  FP8 [n_cols, n_rows rounded up to a multiple of 16]. FP8 data is copied or multiplied by a factor for
                 each row; fp32, fp16 or bf16 data is multiplied by one factor
-The padding is zeros. FP8 data times a power of two of at most 1, like a row's factor, is exact unless it underflows.
+The padding is zeros. Factors of rows are powers of two of at most 1, so that only underflow changes FP8 data.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def scale_bits(largest, LARGEST: tl.constexpr):
-    """The bits of the scale for magnitudes up to `largest`. LARGEST: the bits of the format's largest number."""
-    UP: tl.constexpr = 0x7FFFFF - (LARGEST & 0x7FFFFF)  # adding it raises the exponent if the mantissa is > LARGEST's
-    EXPONENT: tl.constexpr = (LARGEST & 0x7F800000) - 0x3F800000
+def scale_bits(largest, MAX_FP8: tl.constexpr):
+    """The scale for magnitudes up to `largest`. All are fp32 bits; MAX_FP8: of the format's largest number."""
+    UP: tl.constexpr = 0x7FFFFF - (MAX_FP8 & 0x7FFFFF)  # rounds mantissas above MAX_FP8's up to the next exponent
+    EXPONENT: tl.constexpr = (MAX_FP8 & 0x7F800000) - 0x3F800000
     scale = ((largest + UP) & 0x7F800000) - EXPONENT
     scale = tl.maximum(scale, 0x0D800000)  # 2^-100
     return tl.where(largest >= 0x7F800000, 0x7FC00000, scale)
@@ -41,20 +41,20 @@ def scale_bits(largest, LARGEST: tl.constexpr):
 
 @triton.jit
 def inverse_scale(scale):
-    """1 / scale in fp32. scale: the bits of a power of two or NaN."""
+    """1 / scale in fp32. scale: the fp32 bits of a power of two or NaN."""
     return tl.where(scale >= 0x7F800000, scale, 0x7F000000 - scale).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def to_float8(x, DTYPE: tl.constexpr, LARGEST: tl.constexpr, ROUND_FIRST: tl.constexpr):
-    """fp32 rounded to FP8. ROUND_FIRST: for Triton's interpreter, whose conversion truncates."""
-    if ROUND_FIRST:  # LARGEST is below 512 (0x44000000) for e4m3 only
-        BITS: tl.constexpr = 20 if LARGEST < 0x44000000 else 21  # fp32's mantissa bits minus the format's
-        STEP: tl.constexpr = 24576.0 if LARGEST < 0x44000000 else 192.0  # 1.5 * 2^23 * the smallest subnormal number
+def to_float8(x, DTYPE: tl.constexpr, MAX_FP8: tl.constexpr, ROUND_FIRST: tl.constexpr):
+    """x, fp32, rounded to FP8. ROUND_FIRST: round before the conversion, which truncates in Triton's interpreter."""
+    if ROUND_FIRST:  # MAX_FP8 is below 512 (0x44000000) for e4m3 only
+        BITS: tl.constexpr = 20 if MAX_FP8 < 0x44000000 else 21  # fp32's mantissa bits minus the format's
+        STEP: tl.constexpr = 24576.0 if MAX_FP8 < 0x44000000 else 192.0  # 1.5 * 2^23 * the smallest subnormal number
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + ((1 << (BITS - 1)) - 1) + ((bits >> BITS) & 1)) >> BITS << BITS
-        LEAST: tl.constexpr = 0.015625 if LARGEST < 0x44000000 else 0.00006103515625  # the smallest normal number
-        x = tl.where(tl.abs(x) < LEAST, (x + STEP) - STEP, tl.where(x == x, bits.to(tl.float32, bitcast=True), x))
+        MIN_NORMAL: tl.constexpr = 0.015625 if MAX_FP8 < 0x44000000 else 0.00006103515625
+        x = tl.where(tl.abs(x) < MIN_NORMAL, (x + STEP) - STEP, tl.where(x == x, bits.to(tl.float32, bitcast=True), x))
     return x.to(DTYPE)
 
 
@@ -68,7 +68,7 @@ def _float8_rows_kernel(
     Q_row_stride,
     n_rows,
     n_cols,
-    LARGEST: tl.constexpr,
+    MAX_FP8: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -76,9 +76,9 @@ def _float8_rows_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Each program takes ROWS rows. SCALE_ptr: [1], the scale of all rows; or None, and each row's scale goes to S_ptr.
+    """Each program takes ROWS rows. SCALE_ptr: [1], the scale of all rows, or None: S_ptr gets the scale of each row.
 
-    Q_ptr None: only the scales. WHOLE_ROW: BLOCK_SIZE holds a row of Q; wider rows are read twice.
+    Q_ptr: the FP8 data, or None for scales alone. WHOLE_ROW: a block holds a row of Q; wider rows are read twice.
     """
     wait_for_previous(DEPENDENT)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -94,24 +94,24 @@ def _float8_rows_kernel(
         if WHOLE_ROW:
             largest = tl.max(magnitude_bits(x), axis=1)
         else:
-            most = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.int32)
+            largest_by_column = tl.zeros([ROWS, BLOCK_SIZE], dtype=tl.int32)
             for start in range(0, n_cols, BLOCK_SIZE):
                 mask = tile_mask(row_mask, start + cols < n_cols)
                 x = load_tile(X_ptr, rows, X_row_stride, start + cols, mask, "")
-                most = tl.maximum(most, magnitude_bits(x))
-            largest = tl.max(most, axis=1)
-        scale = scale_bits(largest, LARGEST)
+                largest_by_column = tl.maximum(largest_by_column, magnitude_bits(x))
+            largest = tl.max(largest_by_column, axis=1)
+        scale = scale_bits(largest, MAX_FP8)
         tl.store(S_ptr + rows, scale.to(tl.float32, bitcast=True), mask=row_mask)
         inverse = inverse_scale(scale)[:, None]
     if Q_ptr is not None:
         if WHOLE_ROW:
-            q = to_float8(x.to(tl.float32) * inverse, Q_ptr.dtype.element_ty, LARGEST, ROUND_FIRST)
+            q = to_float8(x.to(tl.float32) * inverse, Q_ptr.dtype.element_ty, MAX_FP8, ROUND_FIRST)
             store_tile(Q_ptr, rows, Q_row_stride, cols, q, tile_mask(row_mask, cols < Q_row_stride))
         else:
             for start in range(0, Q_row_stride, BLOCK_SIZE):
                 mask = tile_mask(row_mask, start + cols < n_cols)
                 x = load_tile(X_ptr, rows, X_row_stride, start + cols, mask, "")
-                q = to_float8(x.to(tl.float32) * inverse, Q_ptr.dtype.element_ty, LARGEST, ROUND_FIRST)
+                q = to_float8(x.to(tl.float32) * inverse, Q_ptr.dtype.element_ty, MAX_FP8, ROUND_FIRST)
                 store_tile(Q_ptr, rows, Q_row_stride, start + cols, q, tile_mask(row_mask, start + cols < Q_row_stride))
 
 
@@ -124,7 +124,7 @@ def _float8_transposed_kernel(
     Y_row_stride,
     n_rows,
     n_cols,
-    LARGEST: tl.constexpr,
+    MAX_FP8: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     FACTOR_OF_ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -145,7 +145,7 @@ def _float8_transposed_kernel(
             factor = tl.load(FACTOR_ptr + rows, mask=row_mask, other=0.0)[:, None]
         else:
             factor = tl.load(FACTOR_ptr)
-        x = to_float8(x.to(tl.float32) * factor, Y_ptr.dtype.element_ty, LARGEST, ROUND_FIRST)
+        x = to_float8(x.to(tl.float32) * factor, Y_ptr.dtype.element_ty, MAX_FP8, ROUND_FIRST)
     y_mask = (rows < Y_row_stride)[:, None] & (cols < n_cols)[None, :]
     tl.store(Y_ptr + cols[None, :] * Y_row_stride + rows[:, None], x, mask=y_mask)
 
@@ -156,11 +156,11 @@ def _tile_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _key(n_rows: int, n_in: int, n_out: int, itemsize: int) -> Key:
-    """`row_key` of a linear layer's input. The launches for its weight and gradient use their own sizes."""
+    """`row_key` of a linear layer's input. Launches for the weight and the gradient use `row_key` of their sizes."""
     return row_key(n_rows, n_in, itemsize)
 
 
-_NEUTRAL = frozenset({"num_stages", "hint", "num_warps", "ROWS", "BLOCK_SIZE"})  # no result depends on these
+_NEUTRAL = frozenset({"num_stages", "hint", "num_warps", "ROWS", "BLOCK_SIZE"})  # results do not depend on these
 DIMS = ("n_rows", "n_in", "n_out")
 QUANTIZED = row_tunable("float8_linear", "rows", _float8_rows_kernel, key=_key, dims=DIMS, neutral=_NEUTRAL)
 TRANSPOSED = Tunable(
@@ -178,7 +178,7 @@ TRANSPOSED = Tunable(
 
 
 def _launch_rows(x, format, scale=None, has_data=True):
-    """(data, or None without has_data; scales of the rows, or None if `scale` holds one for all rows)."""
+    """(data or, without has_data, None; the scale of each row, or None if `scale` is given, for all rows)."""
     x, dtype = row_major(x), float8_dtype(x.device, format)
     n_rows, n_cols = x.shape
     width = aligned(n_cols)
@@ -240,7 +240,7 @@ def transposed_reference(x, factor, format):
 
 
 def _transposed_fake(x, factor, format):
-    """Without the reference's slices, which would specialise symbolic sizes."""
+    """Not the reference, because its slices would specialise symbolic sizes."""
     keeps_dtype = factor is None or x.dtype is torch.float64
     dtype = x.dtype if keeps_dtype else float8_dtype(x.device, format)
     return x.new_empty((x.shape[1], aligned(x.shape[0])), dtype=dtype)
@@ -285,12 +285,12 @@ def quantized(x: torch.Tensor, format: int, rowwise: bool) -> Float8Rows:
 def liger_quantize_float8(
     X: torch.Tensor, scaling: str = "row", format: str = "e4m3", transposed: bool = False
 ) -> Float8Rows | tuple[Float8Rows, torch.Tensor]:
-    """X in FP8, with scales that are powers of two. It has no gradient.
+    """X in FP8, with scales that are powers of two. The result has no gradient.
 
-    X: [n_rows, n_cols] in fp32, fp16 or bf16. scaling: `row`, a scale for each row from one read of X, or `tensor`, one
-    for all from two reads. format: `e4m3` or `e5m2`; data has the device's fn or fnuz dtype of it.
+    X: [n_rows, n_cols] in fp32, fp16 or bf16. scaling: `row` (a scale for each row, X is read once) or `tensor` (one
+    scale, X is read twice). format: `e4m3` or `e5m2`; data has the device's dtype for it, fn or fnuz.
     transposed: also return data transposed, [n_cols rounded up to 16, n_rows rounded up to 16], for products that sum
-    over rows. For a scale for each column pass X.t().
+    over rows. For a scale for each column, pass X.t().
     Returns `Float8Rows(data, scale)`. A row with an infinity or NaN has the scale NaN.
     Raises `ValueError` for other arguments, and where the device has no FP8.
     """

@@ -1,7 +1,7 @@
-"""RMSNorm that writes FP8, and the linears in FP8 that read it: y_i = norm(x) W_i^T + b_i.
+"""RMSNorm to FP8 and FP8 linears of the result: y_i = norm(x) W_i^T + b_i.
 
 norm(x) is rounded as in ../norms/rms_norm.py and quantised with a scale for each row.
-Saved for backward: x, w, rstd, the rows in FP8, the W_i. Backward: float8_linear.py's, then rms_norm.py's.
+Saved for backward: x, w, rstd, norm(x) in FP8, W_i. Backward: as in float8_linear.py, then rms_norm.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .normed_rows import launch_normed, normed_reference, normed_sample, normed_
 from .whole_rows import SMALL, linears, linears_reference, placeholder, too_wide
 
 FWD = normed_tunable("rms_norm_float8")
-rms_norm_backward = RMSNormFunction.backward  # torch.compile takes it from here, not from the class
+rms_norm_backward = RMSNormFunction.backward  # torch.compile traces this name, not the attribute of the class
 
 
 def rms_norm_float8_reference(X, W, eps, weights, biases=None, offset=0.0, casting_mode="llama", rounds=None):
@@ -62,10 +62,10 @@ def liger_rms_norm_float8(
 ) -> tuple[torch.Tensor, ...]:
     """RMSNorm of X times the transpose of each of `weights`: q, k, v = liger_rms_norm_float8(x, w, eps, (wq, wk, wv)).
 
-    The normalised rows are written once, in FP8 with a scale for each, and read by each product.
-    X: [..., n_cols], n_cols at most 65536; W: [n_cols] or None; weights: [n_out, n_cols], each its own n_out; biases: a
-    [n_out] or None for each weight. Of one dtype, fp32, fp16 or bf16. offset, casting_mode: as for `liger_rms_norm`.
-    Returns [..., n_out] for each weight.
+    The normalised rows are written once, in FP8 with a scale for each row, and read by each product.
+    X: [..., n_cols], n_cols at most 65536; W: [n_cols] or None; weights: [n_out, n_cols], n_out may differ; biases:
+    [n_out] or None for each weight. fp32, fp16 or bf16, all of one dtype. offset, casting_mode: as for
+    `liger_rms_norm`. Returns [..., n_out] for each weight.
     Raises `ValueError` for shapes and dtypes that do not fit, and where the device has no FP8.
     """
     name = "liger_rms_norm_float8"

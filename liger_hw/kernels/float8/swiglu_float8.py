@@ -1,7 +1,7 @@
-"""SwiGLU that writes FP8, and the linear in FP8 that reads it: y = (silu(a) * b) W^T + bias.
+"""SwiGLU to FP8 and an FP8 linear of the result: y = (silu(a) * b) W^T + bias.
 
 silu(a) * b is rounded as in ../pointwise/swiglu.py and quantised with a scale for each row.
-Saved for backward: a, b, their product in FP8, the weight. Backward: float8_linear.py's, then swiglu.py's.
+Saved for backward: a, b, silu(a) * b in FP8, W. Backward: as in float8_linear.py, then swiglu.py.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def swiglu_float8_reference(a, b, weight, bias=None, owned=False, rounds=None):
 def liger_swiglu_float8(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, owned: bool = False
 ) -> torch.Tensor:
-    """silu(a) * b times weight^T, plus bias; the product is written and read in FP8, with a scale for each row.
+    """(silu(a) * b) weight^T + bias; silu(a) * b is written and read in FP8, with a scale for each row.
 
-    a (gate), b (up): [..., n_cols], n_cols at most 65536; weight: [n_out, n_cols]; bias: [n_out] or None. Of one dtype,
-    fp32, fp16 or bf16. owned: backward may write over a and b, as in `liger_swiglu`. Returns [..., n_out].
+    a (gate), b (up): [..., n_cols], n_cols at most 65536; weight: [n_out, n_cols]; bias: [n_out] or None. fp32, fp16 or
+    bf16, all of one dtype. owned: the backward may overwrite a and b, as in `liger_swiglu`. Returns [..., n_out].
     Raises `ValueError` for shapes and dtypes that do not fit, and where the device has no FP8.
     """
     check_tensors("liger_swiglu_float8", optional=("bias",), a=a, b=b, weight=weight, bias=bias)

@@ -134,7 +134,7 @@ class LigerRMSNorm(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        affine = self.weight is not None  # not self.elementwise_affine: patched norms of a model lack it
+        affine = self.weight is not None  # monkey_patch.py binds this to norms without elementwise_affine
         size = self.weight.shape[0] if affine else self.hidden_size
         return (
             f"{size}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode}, "
