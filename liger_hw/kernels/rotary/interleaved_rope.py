@@ -16,15 +16,15 @@ from ... import registry
 from ...registry import Sample
 from . import rope
 from .rope import check_rope, rope_angles
-from .rotary import PAIRS, SMALL, Form, Rotary, RotaryFunction, turned
+from .rotary import PAIRS, SMALL, Form, Rotary, RotaryFunction, rotated
 
 
 def interleaved_rope_reference(
     q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False, to_halves=False
 ):
-    rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves, whole=PAIRS)
-    how = cos, sin, rotary_dim, unsqueeze_dim, Form(True, not to_halves, angles)
-    return turned(q, *how), turned(k, *how)
+    rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves, unshared=PAIRS)
+    options = cos, sin, rotary_dim, unsqueeze_dim, Form(True, not to_halves, angles)
+    return rotated(q, *options), rotated(k, *options)
 
 
 class InterleavedRopeFunction(RotaryFunction):
@@ -42,20 +42,20 @@ def liger_interleaved_rope(
     shared_halves: bool = False,
     to_halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k rotated by their tokens' angles, over interleaved pairs; otherwise as `liger_rope`.
+    """q and k rotated by the angles of their tokens, over interleaved pairs.
 
     q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]. fp32, fp16 or bf16.
-    cos, sin: [1 or B, T, width]. No gradients. position_ids: not read, as for `liger_rope`.
-    rotary_dim: how many of the D dimensions rotate (default: the width of cos). With width rotary_dim each element has
-    an angle (Cohere), with rotary_dim // 2 each pair has one (GPT-J).
-    shared_halves: width is rotary_dim with two equal halves (GLM, Ernie, Helium, DeepSeek): pair i takes column i.
-    to_halves: the result has the pairs' first elements in its first half (DeepSeek-V3); gradients stay interleaved.
-    Returns new tensors of q's and k's shapes and dtypes, laid out as `liger_rope` does. Raises `ValueError` for shapes,
+    cos, sin: [1 or B, T, width]. No gradients. position_ids: ignored, as for `liger_rope`.
+    rotary_dim: the number of dimensions that rotate (default: width). If width is rotary_dim, each element has an angle
+    (Cohere); if width is rotary_dim // 2, each pair has one (GPT-J).
+    shared_halves: width is rotary_dim with two equal halves (GLM, Ernie, Helium, DeepSeek); pair i uses column i.
+    to_halves: in the result, first elements of pairs form the first half, second elements the second (DeepSeek-V3).
+    Returns new tensors of q's and k's shapes and dtypes, laid out as by `liger_rope`. Raises `ValueError` for shapes,
     dtypes or devices that do not fit, and for cos or sin that require a gradient.
     """
     flags = {"shared_halves": shared_halves, "to_halves": to_halves}
     check_rope("liger_interleaved_rope", q, k, cos, sin, unsqueeze_dim, rotary_dim, **flags)
-    rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves, whole=PAIRS)
+    rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves, unshared=PAIRS)
     form = Form(True, not to_halves, angles)
     return InterleavedRopeFunction.apply(q, k, cos, sin, rotary_dim, unsqueeze_dim, form)
 
@@ -64,7 +64,7 @@ WORKLOADS = {"glm4_9b": (4, 4096, 32, 2, 128), "command_r_35b": (2, 4096, 64, 64
 
 
 def sample(sizes, dtype, device, generator, *, to_halves=False, **options) -> Sample:
-    """The sample of rope, whose cos and sin have two equal halves as GLM's do."""
+    """The sample of rope; its cos and sin have two equal halves, as in GLM."""
     sample = rope.sample(sizes, dtype, device, generator, **options)
     if not options.get("narrow"):
         sample.kwargs["shared_halves"] = options.get("shared", True)

@@ -1,9 +1,9 @@
-"""Rotary position embedding of Llama 4: interleaved pairs, seen as complex numbers, times one complex number each.
+"""Rotary position embedding of Llama 4: each interleaved pair is a complex number and is multiplied by another.
 
     (q'[2i] + j q'[2i+1]) = (q[2i] + j q[2i+1]) * freqs_cis[i]          k likewise; j the imaginary unit
 
-Dimensions from 2 * half on pass through. Layouts, arithmetic and output: rotary.py's. Saved for backward: freqs_cis,
-complex64 (complex128 too on the CPU). Backward multiplies by its conjugate.
+freqs_cis has `half` columns; dimensions from 2 * half on pass through. Layouts, arithmetic and output: see rotary.py.
+Saved for backward: freqs_cis, complex64 (complex128 too on the CPU). Backward multiplies by its conjugate.
 
 Source: Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, in the complex form of Meta's Llama code
 """
@@ -15,7 +15,7 @@ import torch
 from ... import registry
 from ...registry import Sample
 from ...runtime.operator import check, check_tensors, nested
-from .rotary import COMPLEX, SMALL, Form, Rotary, RotaryFunction, check_no_gradient, rotary_sample, turned
+from .rotary import COMPLEX, SMALL, Form, Rotary, RotaryFunction, check_no_gradient, rotary_sample, rotated
 
 _HEAD_AXIS = 2
 _FORM = Form(pairs_in=True, pairs_out=True, angles=COMPLEX)
@@ -23,8 +23,8 @@ _FORM = Form(pairs_in=True, pairs_out=True, angles=COMPLEX)
 
 def llama4_rope_reference(xq, xk, freqs_cis):
     freqs = torch.view_as_real(freqs_cis.resolve_conj())
-    how = freqs, None, 2 * freqs_cis.shape[-1], _HEAD_AXIS, _FORM
-    return turned(xq, *how), turned(xk, *how)
+    options = freqs, None, 2 * freqs_cis.shape[-1], _HEAD_AXIS, _FORM
+    return rotated(xq, *options), rotated(xk, *options)
 
 
 class Llama4RopeFunction(RotaryFunction):
@@ -32,7 +32,7 @@ class Llama4RopeFunction(RotaryFunction):
 
 
 def liger_llama4_rope(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k rotated by complex angles over interleaved pairs, as `apply_rotary_emb` of Llama 4's text model.
+    """q and k rotated by complex angles over interleaved pairs, like `apply_rotary_emb` of Llama 4's text model.
 
     xq: [B, T, n_q_heads, D], xk: [B, T, n_k_heads, D] in fp32, fp16 or bf16.
     freqs_cis: [1 or B, T, half] complex, half <= D // 2. No gradient.
@@ -48,8 +48,8 @@ def liger_llama4_rope(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tenso
 
 def _angles_misfit(xq, freqs_cis) -> str:
     if not isinstance(freqs_cis, torch.Tensor) or not freqs_cis.is_complex():
-        have = getattr(freqs_cis, "dtype", type(freqs_cis).__name__)
-        return f"freqs_cis must be a complex tensor (cos + j sin), got {have}"
+        dtype = getattr(freqs_cis, "dtype", type(freqs_cis).__name__)
+        return f"freqs_cis must be a complex tensor (cos + j sin), got {dtype}"
     if freqs_cis.is_nested:
         return nested("freqs_cis")
     if freqs_cis.device != xq.device:
@@ -66,7 +66,7 @@ liger_llama4_text_rotary_pos_emb = liger_llama4_rope  # Liger's name, in Llama 4
 def liger_llama4_vision_rotary_pos_emb(
     query: torch.Tensor, key: torch.Tensor, freqs_ci: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`liger_llama4_rope` of the vision tower, with the same freqs_ci for every image.
+    """`liger_llama4_rope` for the vision tower, with the same freqs_ci for all images.
 
     query, key: [B, T, heads, D]. freqs_ci: T * D // 2 complex numbers of any shape, on any device.
     """

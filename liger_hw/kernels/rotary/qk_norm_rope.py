@@ -5,9 +5,9 @@
     y[r/2:r] = h[r/2:r] * cos[r/2:] + h[:r/2] * sin[r/2:]       dimensions from r on are normalised only
 
 Arithmetic is fp32, rounded once; with casting_mode llama (Qwen3, OLMo) the normalised x is also rounded to x's dtype
-before the weight. The models round more often, between the two and inside rope. Layouts and output: rotary.py's.
-Saved for backward: the inputs. Backward, with g the gradient rotated back, m = g * (offset + w) and n = x / rms:
-    dx = (m - n * mean(m * n)) / rms,  dw = sum over tokens and heads of g * n
+before the weight. Hugging Face models round more often: after the norm and within rope. Layouts and output: see
+rotary.py. Saved for backward: the inputs. Backward, with g the gradient rotated back, m = g * (offset + w), rms =
+sqrt(mean(x^2) + eps) and n = x / rms:  dx = (m - n * mean(m * n)) / rms,  dw = sum over tokens and heads of g * n
 
 Source: Henry et al., "Query-Key Normalization for Transformers", https://arxiv.org/abs/2010.04245; Su et al.,
 "RoFormer", https://arxiv.org/abs/2104.09864
@@ -49,32 +49,32 @@ def qk_norm_rope_reference(
     shared_halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves)
-    how = cos, sin, eps, offset, MODES[casting_mode], rotary_dim, unsqueeze_dim, angles
-    return _normed_and_turned(q, q_weight, *how), _normed_and_turned(k, k_weight, *how)
+    options = cos, sin, eps, offset, MODES[casting_mode], rotary_dim, unsqueeze_dim, angles
+    return _normed_and_rotated(q, q_weight, *options), _normed_and_rotated(k, k_weight, *options)
 
 
-def _normed_and_turned(x, w, cos, sin, eps, offset, casting, rotary_dim, head_axis, angles):
+def _normed_and_rotated(x, w, cos, sin, eps, offset, casting, rotary_dim, head_axis, angles):
     wide = torch.promote_types(x.dtype, torch.float32)
     h = x.to(wide)
     h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     if casting == MODES["llama"]:
         h = h.to(x.dtype).to(wide)
     h = h * (w.to(wide) + offset)
-    return rotary.turned(h, cos, sin, rotary_dim, head_axis, rotary.Form(angles=angles)).to(x.dtype)
+    return rotary.rotated(h, cos, sin, rotary_dim, head_axis, rotary.Form(angles=angles)).to(x.dtype)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
 
 def _tokens(target: Target, key: registry.Key) -> int:
-    """The tokens that a warp covers with 16-byte loads, so that a thread has the same columns of all its heads."""
+    """The tokens of half a head that a warp reads in 16-byte loads: threads then have equal columns of all heads."""
     _, _, width, tokens_bucket, itemsize = key
-    lanes = max(1, next_power_of_2(width) // 2 * itemsize // 16)  # threads that load half a head
-    return max(1, min(target.warp_size // lanes, 1 << tokens_bucket))
+    threads = max(1, next_power_of_2(width) // 2 * itemsize // 16)  # of one token
+    return max(1, min(target.warp_size // threads, 1 << tokens_bucket))
 
 
 def _fwd_heuristic(target: Target, key: registry.Key) -> LaunchConfig:
-    """One warp a program, for 4 heads in turn if there are many tokens."""
+    """One warp a program, which takes 4 heads, one after another, if there are many tokens."""
     heads = 4 if 1 << key[3] >= target.multiprocessors else 1
     return LaunchConfig({"BLOCK_T": _tokens(target, key), "BLOCK_H": 1, "HEADS": min(heads, key[0])}, 1)
 
@@ -100,11 +100,11 @@ def _fwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
 
 
 def _bwd_space(target: Target, key: registry.Key) -> list[LaunchConfig]:
-    how = {"per_thread": (16, 64), "hints": ("none", "stream"), "width": key[2], "staged_bytes": 2 * key[4]}
+    options = {"per_thread": (16, 64), "hints": ("none", "stream"), "width": key[2], "staged_bytes": 2 * key[4]}
     return [
         config
         for stages, ctas in (((1,), (3, 5, 10, 20)), ((2, 3), (2, 4, 8)))
-        for config in tile_space(target, _tiles(key), (1, 2, 4, 8), stages=stages, ctas=ctas, **how)
+        for config in tile_space(target, _tiles(key), (1, 2, 4, 8), stages=stages, ctas=ctas, **options)
     ]
 
 
@@ -136,58 +136,59 @@ DW = column_sum_tunable("qk_norm_rope", rotary.DIMS, lambda *sizes: 2 * sizes[-1
 
 
 def _grid(tunable, q, k, cos, rotary_dim, head_axis, *inside) -> tuple[Plan, rotary.Geometry, int, int]:
-    """(plan, geometry, programs for q, programs for k, which follow them) of a launch."""
-    any_number = 1 << 30  # a program has few heads, so cos and sin are much of its loads
-    geometry = rotary.geometry_of(q, k, cos, rotary_dim, head_axis, inside, by_position=any_number)
+    """(plan, geometry, programs for q, programs for k) of a launch."""
+    any_heads = 1 << 30  # programs have few heads, so that cos and sin are a large part of their loads
+    geometry = rotary.geometry_of(q, k, cos, rotary_dim, head_axis, inside, by_position=any_heads)
     plan = tunable.plan(q.device, geometry.key)
     blocks = plan.config.blocks
     heads = blocks.get("HEADS", blocks["BLOCK_H"])
-    for_q, for_k = (cdiv(geometry.tokens, blocks["BLOCK_T"]) * cdiv(n_heads, heads) for n_heads in geometry.n_heads)
-    if 0 < plan.programs < for_q + for_k:
-        for_q = max(1, min(plan.programs - 1, plan.programs * for_q // (for_q + for_k)))
-        for_k = max(1, plan.programs - for_q)
-    return plan, geometry, for_q, for_k
+    token_tiles = cdiv(geometry.tokens, blocks["BLOCK_T"])
+    q_programs, k_programs = (token_tiles * cdiv(n_heads, heads) for n_heads in geometry.n_heads)
+    if 0 < plan.programs < q_programs + k_programs:
+        q_programs = max(1, min(plan.programs - 1, plan.programs * q_programs // (q_programs + k_programs)))
+        k_programs = max(1, plan.programs - q_programs)
+    return plan, geometry, q_programs, k_programs
 
 
 def _fwd(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles):
-    q, k, wq, wk = rotary.readable(q), rotary.readable(k), dense(wq), dense(wk)
-    cos, sin = rotary.readable_angles(cos, sin, angles)
+    q, k, wq, wk = rotary.unit_stride(q), rotary.unit_stride(k), dense(wq), dense(wk)
+    cos, sin = rotary.unit_stride_angles(cos, sin, angles)
     out_q, out_k = rotary.dense_like(q, head_axis, q_inside), rotary.dense_like(k, head_axis, k_inside)
     if q.numel():
-        plan, geometry, for_q, for_k = _grid(FWD, q, k, cos, rotary_dim, head_axis, q_inside, k_inside)
+        plan, geometry, q_programs, k_programs = _grid(FWD, q, k, cos, rotary_dim, head_axis, q_inside, k_inside)
         strides = geometry.strides
-        strides_of_both = ForwardStrides(strides[:2], strides[2:], geometry.angles)
-        args = (q, k, wq, wk, cos, sin, out_q, out_k, strides_of_both)
-        args += (geometry.tokens, geometry.seq_len, geometry.n_heads, for_q, eps, offset)
-        flags = rotary.aligned(geometry.head, *strides, geometry.angles), angles, casting
-        launch(plan, _qk_norm_rope_fwd_kernel, (for_q + for_k,), args, flags)
+        kernel_strides = ForwardStrides(strides[:2], strides[2:], geometry.angles)
+        args = (q, k, wq, wk, cos, sin, out_q, out_k, kernel_strides)
+        args += (geometry.tokens, geometry.seq_len, geometry.n_heads, q_programs, eps, offset)
+        flags = rotary.with_alignment(geometry.head, *strides, geometry.angles), angles, casting
+        launch(plan, _qk_norm_rope_fwd_kernel, (q_programs + k_programs,), args, flags)
     return out_q, out_k
 
 
 def _bwd(
     dq, dk, q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles, needs_dw
 ):
-    dq, dk, q, k, wq, wk = *map(rotary.readable, (dq, dk, q, k)), dense(wq), dense(wk)
-    cos, sin = rotary.readable_angles(cos, sin, angles)
+    dq, dk, q, k, wq, wk = *map(rotary.unit_stride, (dq, dk, q, k)), dense(wq), dense(wk)
+    cos, sin = rotary.unit_stride_angles(cos, sin, angles)
     out_q, out_k = rotary.dense_like(q, head_axis, q_inside), rotary.dense_like(k, head_axis, k_inside)
     width = 2 * q.shape[3]
     if not q.numel():
         return out_q, out_k, wq.new_zeros(width) if needs_dw else no_weight(wq)
-    plan, geometry, for_q, for_k = _grid(BWD, q, k, cos, rotary_dim, head_axis, q_inside, k_inside)
+    plan, geometry, q_programs, k_programs = _grid(BWD, q, k, cos, rotary_dim, head_axis, q_inside, k_inside)
     strides = geometry.strides
-    of_gradients = tuple([rotary.Strides(*[t.stride(axis) for axis in geometry.axes]) for t in (dq, dk)])
-    strides_of_both = BackwardStrides(of_gradients, strides[:2], strides[2:], geometry.angles)
-    partial = q.new_empty((max(for_q, for_k), width), dtype=torch.float32) if needs_dw else None
-    args = (dq, dk, q, k, wq, wk, cos, sin, out_q, out_k, partial, strides_of_both)
-    args += (geometry.tokens, geometry.seq_len, geometry.n_heads, for_q, eps, offset)
-    flags = rotary.aligned(geometry.head, *of_gradients, *strides, geometry.angles), angles, casting
-    launch(plan, _qk_norm_rope_bwd_kernel, (for_q + for_k,), args, flags)
+    dy_strides = tuple([rotary.Strides(*[t.stride(axis) for axis in geometry.axes]) for t in (dq, dk)])
+    kernel_strides = BackwardStrides(dy_strides, strides[:2], strides[2:], geometry.angles)
+    partial = q.new_empty((max(q_programs, k_programs), width), dtype=torch.float32) if needs_dw else None
+    args = (dq, dk, q, k, wq, wk, cos, sin, out_q, out_k, partial, kernel_strides)
+    args += (geometry.tokens, geometry.seq_len, geometry.n_heads, q_programs, eps, offset)
+    flags = rotary.with_alignment(geometry.head, *dy_strides, *strides, geometry.angles), angles, casting
+    launch(plan, _qk_norm_rope_bwd_kernel, (q_programs + k_programs,), args, flags)
     return out_q, out_k, column_sum(DW, partial, wq.dtype) if needs_dw else no_weight(wq)
 
 
 def _fwd_reference(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles):
-    how = cos, sin, eps, offset, casting, rotary_dim, head_axis, angles
-    y_q, y_k = _normed_and_turned(q, wq, *how), _normed_and_turned(k, wk, *how)
+    options = cos, sin, eps, offset, casting, rotary_dim, head_axis, angles
+    y_q, y_k = _normed_and_rotated(q, wq, *options), _normed_and_rotated(k, wk, *options)
     return rotary.dense_like(q, head_axis, q_inside).copy_(y_q), rotary.dense_like(k, head_axis, k_inside).copy_(y_k)
 
 
@@ -210,7 +211,7 @@ _SHAPES = "T q, k [batch, ., ., width]; W q_weight, k_weight [width]; cos; sin"
 
 
 def _misfit(q, k, wq, wk, cos, sin, eps, offset, casting, rotary_dim, head_axis, q_inside, k_inside, angles) -> str:
-    return rotary.turn_misfit(q, k, cos, sin, rotary_dim, head_axis, rotary.Form(angles=angles))
+    return rotary.rotary_misfit(q, k, cos, sin, rotary_dim, head_axis, rotary.Form(angles=angles))
 
 
 def _bwd_misfit(dq, dk, q, k, *others) -> str:
@@ -259,10 +260,9 @@ def liger_qk_norm_rope(
     """rope(rms_norm(q, q_weight)) and rope(rms_norm(k, k_weight)), as in every layer of Qwen3 and Gemma 3.
 
     q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]; any strides. fp32, fp16 or
-    bf16. q_weight, k_weight: [D], of one dtype. cos, sin, position_ids, rotary_dim, shared_halves: as `liger_rope`.
-    eps, offset, casting_mode (`llama` or `gemma`): as `liger_rms_norm`. The norm is over the whole head, even if only a
-    part of it rotates.
-    Returns new tensors of q's and k's shapes and dtypes, laid out as `liger_rope` does. Raises `ValueError` for shapes,
+    bf16. q_weight, k_weight: [D], of one dtype. cos, sin, position_ids, rotary_dim, shared_halves: as for `liger_rope`.
+    eps, offset, casting_mode (`llama` or `gemma`): as for `liger_rms_norm`. The norm is over all D dimensions.
+    Returns new tensors of q's and k's shapes and dtypes, laid out as by `liger_rope`. Raises `ValueError` for shapes,
     dtypes, devices or a casting mode that do not fit, and for angles that require a gradient.
     """
     check_rope("liger_qk_norm_rope", q, k, cos, sin, unsqueeze_dim, rotary_dim, shared_halves=shared_halves)
@@ -270,14 +270,14 @@ def liger_qk_norm_rope(
     check_floats("liger_qk_norm_rope", eps=eps, offset=offset)
     rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves)
     inside = rotary.heads_inside(q, unsqueeze_dim), rotary.heads_inside(k, unsqueeze_dim)
-    how = eps, offset, casting, rotary_dim, unsqueeze_dim, *inside, angles
-    return QKNormRopeFunction.apply(q, k, q_weight, k_weight, cos, sin, *how)
+    options = eps, offset, casting, rotary_dim, unsqueeze_dim, *inside, angles
+    return QKNormRopeFunction.apply(q, k, q_weight, k_weight, cos, sin, *options)
 
 
 class LigerQKNormRope(torch.nn.Module):
     """The q_norm and k_norm of an attention layer together with its rotary embedding.
 
-    head_dim: width of a head; eps, offset, casting_mode, init_fn (`ones` or `zeros`): as `LigerRMSNorm`.
+    head_dim: width of a head; eps, offset, casting_mode, init_fn (`ones` or `zeros`): as for `LigerRMSNorm`.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ WORKLOADS = {"qwen3_8b": (4, 4096, 32, 8, 128), "gemma3_4b": (4, 4096, 8, 4, 256
 
 
 def sample(sizes, dtype, device, generator, *, casting_mode="llama", offset=0.0, **options) -> Sample:
-    """A sample of rope with weights and options of the norm."""
+    """The sample of rope, with weights and options of the norm."""
     batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
     sample = rope.sample(sizes, dtype, device, generator, **options)
     drawn = normal(dtype, device, generator)

@@ -1,9 +1,9 @@
-"""The kernels of qk_norm_rope; qk_norm_rope.py has the formulas.
+"""Kernels of qk_norm_rope; the formulas are in qk_norm_rope.py.
 
-The first n_q_programs programs work on q, the others on k. A tile is BLOCK_H whole heads x BLOCK_T tokens, with heads
-as its first dimension. If a program has enough threads for its tokens, each thread then holds all heads of a column:
-cos, sin, weights and their gradients need no exchange through shared memory. A program of the forward loops over the
-heads of its tokens. Backward has a persistent grid, whose programs loop over tiles.
+The first n_q_programs programs work on q, the others on k. A tile is BLOCK_H heads x BLOCK_T tokens, with heads as its
+first dimension. If a program has threads for all its tokens, each thread holds all heads of its columns, so that cos,
+sin, weights and their gradients are not exchanged through shared memory. Programs of the forward loop over the heads of
+their tokens; programs of the backward, a persistent grid, loop over tiles.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .rotary_kernels import AngleStrides, Strides, load_angles, load_heads, rota
 
 
 class ForwardStrides(NamedTuple):
-    """Pairs are (of q, of k)."""
+    """x, out: strides of (q, k) and of their outputs."""
 
     x: tuple[Strides, Strides]
     out: tuple[Strides, Strides]
@@ -31,7 +31,7 @@ class BackwardStrides(NamedTuple):
 
 @triton.jit
 def _load_weight(W_ptr, offset, HEAD: tl.constexpr, BLOCK_T: tl.constexpr):
-    """offset + w of the two halves and of the columns that pass through, fp32 [1, BLOCK_T, columns]: a copy a token."""
+    """offset + w for (x1, x2, x3) of `load_heads`, in fp32 [1, BLOCK_T, columns], repeated for each token."""
     token_zeros = (tl.arange(0, BLOCK_T) * 0)[None, :, None]
     cols = tl.arange(0, HEAD.block_half)[None, None, :] + token_zeros
     w1 = tl.load(W_ptr + cols, mask=cols < HEAD.half, other=0.0).to(tl.float32) + offset
@@ -48,7 +48,7 @@ def _load_weight(W_ptr, offset, HEAD: tl.constexpr, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def _normalised(x1, x2, x3, eps, HEAD: tl.constexpr):
-    """rstd [heads, tokens, 1] and the normalised parts, fp32."""
+    """(rstd [heads, tokens, 1], normalised x1, x2, x3) in fp32."""
     a, b, c = x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     squares = tl.sum(a * a + b * b, axis=2)
     if HEAD.pass_through:
@@ -59,7 +59,7 @@ def _normalised(x1, x2, x3, eps, HEAD: tl.constexpr):
 
 @triton.jit
 def _rounded(h, x, CASTING: tl.constexpr):
-    """The normalised h; casting mode llama rounds it to the dtype of x before the weight multiplies it."""
+    """h, rounded to x's dtype if CASTING is llama (0)."""
     if CASTING == 0:
         h = h.to(x.dtype).to(tl.float32)
     return h
@@ -67,7 +67,7 @@ def _rounded(h, x, CASTING: tl.constexpr):
 
 @triton.jit
 def _store_dw(DW_ptr, dw1, dw2, dw3, HEAD: tl.constexpr):
-    """Sum dw1, dw2, dw3 [tokens, columns] over the tokens, and write them as one row of partial sums."""
+    """Sum dw1, dw2, dw3 [tokens, columns] over tokens, and store the sums as one row at DW_ptr."""
     cols = tl.arange(0, dw1.shape[1])
     tl.store(DW_ptr + cols, tl.sum(dw1, axis=0), mask=cols < HEAD.half)
     tl.store(DW_ptr + cols + HEAD.half, tl.sum(dw2, axis=0), mask=cols < HEAD.half)
@@ -79,22 +79,22 @@ def _store_dw(DW_ptr, dw1, dw2, dw3, HEAD: tl.constexpr):
 @triton.jit
 def _pointer(is_k, Q_ptr, K_ptr):
     if is_k:
-        chosen = K_ptr
+        X_ptr = K_ptr
     else:
-        chosen = Q_ptr
-    return chosen
+        X_ptr = Q_ptr
+    return X_ptr
 
 
 @triton.jit
-def _number(is_k, of_q, of_k):
-    """of_k if is_k else of_q. No branch: one number may be a constant, by Triton's specialisation, and one not."""
-    return of_q + is_k.to(tl.int64) * (of_k - of_q)
+def _number(is_k, for_q, for_k):
+    """for_k if is_k else for_q. A branch would fail if Triton specialises one of them to a constant."""
+    return for_q + is_k.to(tl.int64) * (for_k - for_q)
 
 
 @triton.jit
-def _strides(is_k, of_both):
-    """Batch, head and token stride of q's tensor or of k's."""
-    q, k = of_both[0], of_both[1]
+def _strides(is_k, pair):
+    """The second `Strides` of the pair if is_k, else the first."""
+    q, k = pair[0], pair[1]
     return Strides(_number(is_k, q.batch, k.batch), _number(is_k, q.head, k.head), _number(is_k, q.token, k.token))
 
 
@@ -123,9 +123,9 @@ def _qk_norm_rope_fwd_kernel(
     HEADS: tl.constexpr,
     LOAD_HINT: tl.constexpr,
 ):
-    """HEADS heads of BLOCK_T tokens a program, BLOCK_H at a time. A step loads the next heads before it stores its own.
+    """A program takes HEADS heads of BLOCK_T tokens, BLOCK_H at a time, and loads the next heads before it stores.
 
-    The angles times the weight, and the divisions for a token's offsets, are computed once for all its heads.
+    The products of angles and weight, and the divisions for the offsets of a token, are computed once for all heads.
     """
     ALIGN: tl.constexpr = HEAD.align
     is_k = tl.program_id(0) >= n_q_programs
@@ -154,12 +154,12 @@ def _qk_norm_rope_fwd_kernel(
         heads += BLOCK_H
         ptrs += step
         next_mask = token_mask & (heads < end_head)[:, None, None]
-        n1, n2, n3 = load_heads(ptrs, next_mask, HEAD, False, LOAD_HINT)
+        next1, next2, next3 = load_heads(ptrs, next_mask, HEAD, False, LOAD_HINT)
         _, h1, h2, h3 = _normalised(x1, x2, x3, eps, HEAD)
         y1, y2 = rotate(_rounded(h1, x1, CASTING), _rounded(h2, x2, CASTING), cos1, cos2, sin1, sin2, False)
         store_heads(out, y1, y2, _rounded(h3, x3, CASTING) * w3, mask, HEAD, False)
         out += out_step
-        x1, x2, x3 = n1, n2, n3
+        x1, x2, x3 = next1, next2, next3
 
 
 @triton.jit(do_not_specialize=["n_tokens", "seq_len", "n_q_programs"])
@@ -190,11 +190,11 @@ def _qk_norm_rope_bwd_kernel(
     STAGES: tl.constexpr,
     LOAD_HINT: tl.constexpr,
 ):
-    """DQ, DK: gradients of the outputs; OutQ, OutK: of q and k. DW_ptr: fp32 rows [dwq, dwk], or None if not needed.
+    """DQ, DK: gradients of the outputs. OutQ, OutK: gradients of q and k. DW_ptr: fp32 rows [dwq, dwk], or None.
 
-    Program i of q and program i of k share row i of DW. If only one of them exists, it also writes zeros for the other.
+    Program i of q and program i of k share row i of DW. Where only one of them exists, it stores zeros for the other.
     """
-    BLOCK_HALF: tl.constexpr = HEAD.block_half  # Triton 3.4 takes no fields in a list of sizes
+    BLOCK_HALF: tl.constexpr = HEAD.block_half  # Triton 3.4 does not accept fields in a shape
     BLOCK_PASS: tl.constexpr = HEAD.block_pass
     ALIGN: tl.constexpr = HEAD.align
     is_k = tl.program_id(0) >= n_q_programs
@@ -229,7 +229,7 @@ def _qk_norm_rope_bwd_kernel(
         g1, g2 = rotate(dy1.to(tl.float32), dy2.to(tl.float32), cos1, cos2, sin1, sin2, True)
         m1, m2 = g1 * w1, g2 * w2
         dot = tl.sum(m1 * h1 + m2 * h2, axis=2)
-        dx3, dw3 = h3, h3  # not used without pass_through, but Triton needs a value
+        dx3, dw3 = h3, h3  # not used without pass_through, but Triton must see a value
         if HEAD.pass_through:
             g3 = dy3.to(tl.float32)
             m3 = g3 * w3

@@ -1,10 +1,10 @@
 """Multimodal rotary position embedding of Qwen2-VL: three position axes (time, height, width) share the rotary width.
 
-Half-split as rope.py, but a token has three sets of angles. The first mrope_section[0] columns of a half take the
-angles of time, the next mrope_section[1] columns take the angles of height, and the rest the angles of width.
+Half-split like rope.py, but a token has three sets of angles. The first mrope_section[0] columns of a half use the
+angles of time, the next mrope_section[1] columns the angles of height, and the rest the angles of width.
 
 Dimensions from 2 * sum(mrope_section) on pass through. Layouts, arithmetic, output and saved tensors are as in rope.py.
-Models that merge the three sets beforehand (Qwen3-VL, and Qwen2-VL in transformers 5) call rope.
+Models that merge the three sets before (Qwen3-VL, and Qwen2-VL in transformers 5) call rope.
 
 Source: Wang et al., "Qwen2-VL", https://arxiv.org/abs/2409.12191
 """
@@ -18,12 +18,12 @@ import torch
 from ... import registry
 from ...registry import Sample
 from ...runtime.operator import check, check_flags, check_integers, check_tensors
-from .rotary import HALVES, SHARED, SMALL, Form, Rotary, RotaryFunction, check_no_gradient, rotary_sample, turned
+from .rotary import HALVES, SHARED, SMALL, Form, Rotary, RotaryFunction, check_no_gradient, rotary_sample, rotated
 
 
 def qwen2vl_mrope_reference(q, k, cos, sin, mrope_section, unsqueeze_dim=1, shared_halves=False):
-    how = cos, sin, 2 * sum(mrope_section), unsqueeze_dim, _form(mrope_section, shared_halves)
-    return turned(q, *how), turned(k, *how)
+    options = cos, sin, 2 * sum(mrope_section), unsqueeze_dim, _form(mrope_section, shared_halves)
+    return rotated(q, *options), rotated(k, *options)
 
 
 def _form(mrope_section: Sequence[int], shared_halves: bool) -> Form:
@@ -45,12 +45,12 @@ def liger_qwen2vl_mrope(
     unsqueeze_dim: int = 1,
     shared_halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k rotated by the angles of three position axes, as `apply_multimodal_rotary_pos_emb` of Qwen2-VL.
+    """q and k rotated by the angles of three position axes, like `apply_multimodal_rotary_pos_emb` of Qwen2-VL.
 
     q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]. fp32, fp16 or bf16.
     cos, sin: [3, 1 or B, T, 2 * sum(mrope_section)], one set for each axis. No gradients.
-    mrope_section: columns of a half that belong to time, height and width, for example [16, 24, 24].
-    shared_halves: both halves of cos and of sin are equal: only the first is read.
+    mrope_section: the columns of a half for time, height and width, such as [16, 24, 24].
+    shared_halves: both halves of cos and of sin are equal, and only the first is read.
     Returns new tensors of q's and k's shapes and dtypes. Raises `ValueError` for arguments that do not fit.
     """
     check_tensors("liger_qwen2vl_mrope", q=q, k=k, cos=cos, sin=sin)
@@ -72,7 +72,7 @@ WORKLOADS = {"qwen2_5_vl_7b": (4, 4096, 28, 4, 128), "qwen2_vl_72b": (2, 4096, 6
 
 
 def sample(sizes, dtype, device, generator, *, transposed=True, shared=True, one_batch=False) -> Sample:
-    """one_batch: angles without a batch."""
+    """one_batch: all sequences have the same angles."""
     batch, seq_len, _, _, head_dim = sizes
     half = max(3, head_dim // 2)
     sections = [max(1, half // 4), max(1, half * 3 // 8)]

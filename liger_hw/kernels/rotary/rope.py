@@ -1,9 +1,9 @@
-"""Rotary position embedding, half-split as in Llama: the first and second half of the rotary width form the pairs.
+"""Rotary position embedding, half-split as in Llama: a pair is one element of the first half and one of the second.
 
     q'[:h] = q[:h] * cos[:h] - q[h:2h] * sin[:h]        h = rotary_dim // 2
     q'[h:2h] = q[h:2h] * cos[h:] + q[:h] * sin[h:]      dimensions from rotary_dim on pass through; k likewise
 
-Layouts, arithmetic and output: rotary.py's. Saved for backward: cos and sin. Backward is the transposed rotation.
+Layouts, arithmetic and output: see rotary.py. Saved for backward: cos and sin. Backward is the transposed rotation.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", https://arxiv.org/abs/2104.09864
 """
@@ -16,20 +16,20 @@ from ... import registry
 from ...registry import Sample
 from ...runtime.operator import check_flags, check_integers, check_tensors
 from ...runtime.sharding import RotaryRule
-from .rotary import HALVES, SHARED, Form, Rotary, RotaryFunction, check_no_gradient, rotary_sample, turned
+from .rotary import HALVES, SHARED, Form, Rotary, RotaryFunction, check_no_gradient, rotary_sample, rotated
 
 
 def rope_reference(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, shared_halves=False):
     rotary_dim, angles = rope_angles(cos, rotary_dim, shared_halves)
-    how = cos, sin, rotary_dim, unsqueeze_dim, Form(angles=angles)
-    return turned(q, *how), turned(k, *how)
+    options = cos, sin, rotary_dim, unsqueeze_dim, Form(angles=angles)
+    return rotated(q, *options), rotated(k, *options)
 
 
-def rope_angles(cos, rotary_dim, shared_halves, whole=HALVES):
-    """(rotary_dim, layout of the angles). whole: the layout if cos has rotary_dim columns and unshared halves."""
+def rope_angles(cos, rotary_dim, shared_halves, unshared=HALVES):
+    """(rotary_dim, layout of the angles). unshared: the layout if each element has an angle."""
     width = cos.shape[-1] if cos.dim() else 0
     rotary_dim = width if rotary_dim is None else rotary_dim
-    return rotary_dim, SHARED if shared_halves or width < rotary_dim else whole
+    return rotary_dim, SHARED if shared_halves or width < rotary_dim else unshared
 
 
 class RopeFunction(RotaryFunction):
@@ -47,14 +47,14 @@ def liger_rope(
     rotary_dim: int | None = None,
     shared_halves: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k rotated by their tokens' angles: q * cos + rotate_half(q) * sin, as `apply_rotary_pos_emb` of Llama.
+    """q and k rotated by their tokens' angles: q * cos + rotate_half(q) * sin, like `apply_rotary_pos_emb` of Llama.
 
     q: [B, n_q_heads, T, D], k: [B, n_k_heads, T, D]; with unsqueeze_dim=2 [B, T, heads, D]. fp32, fp16 or bf16.
-    cos, sin: [1 or B, T, width], also with a dimension of 1 for the heads. No gradients.
-    position_ids: not read, as in Liger: cos and sin are per token.
-    rotary_dim: how many of the D dimensions rotate (even, default: the width of cos); the others pass through. If the
+    cos, sin: [1 or B, T, width], also with a head dimension of 1. No gradients.
+    position_ids: ignored, as in Liger, because cos and sin have one row for each token.
+    rotary_dim: the number of dimensions that rotate (even, default: the width of cos); the others pass through. If the
     width of cos and sin is rotary_dim // 2, both halves use the same angles.
-    shared_halves: both halves of cos and of sin are equal, as in most models: only the first is read.
+    shared_halves: both halves of cos and of sin are equal, as in most models, and only the first is read.
     Returns new tensors of q's and k's shapes and dtypes; see the top of rotary.py for their layout. Raises `ValueError`
     for shapes, dtypes or devices that do not fit, and for cos or sin that require a gradient.
     """
@@ -67,7 +67,7 @@ def liger_rope(
 
 
 def check_rope(op: str, q, k, cos, sin, unsqueeze_dim, rotary_dim, **flags) -> None:
-    """Check everything but the shapes, which the operator checks."""
+    """Check all arguments except shapes, which the operator checks."""
     check_tensors(op, q=q, k=k, cos=cos, sin=sin)
     check_no_gradient(op, cos, sin)
     check_integers(op, unsqueeze_dim=unsqueeze_dim, **({} if rotary_dim is None else {"rotary_dim": rotary_dim}))

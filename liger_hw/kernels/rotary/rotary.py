@@ -1,7 +1,7 @@
-"""Core of the rotary embeddings: reference, tunables, launcher, operator and autograd of ops that rotate pairs.
+"""Shared by the rotary embeddings: reference, tunables, launcher, operator and autograd.
 
-A pair (x1, x2) becomes (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2); backward is the transposed rotation. An op's `Form`
-states the layouts of its pairs and angles. Pairs, in the input and in the output:
+A pair (x1, x2) becomes (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2); backward is the transposed rotation. A `Form` describes
+the layouts of pairs and angles. Pairs, in the input and in the output:
     halves   x1 = x[i], x2 = x[i + h]        i < h = rotary_dim // 2
     pairs    x1 = x[2i], x2 = x[2i + 1]
 Angles:
@@ -9,8 +9,8 @@ Angles:
     HALVES   cos1 = cos[i], cos2 = cos[i + h]
     PAIRS    cos1 = cos[2i], cos2 = cos[2i + 1]
     COMPLEX  cos1 = cos2 = freqs[2i], sin1 = sin2 = freqs[2i + 1], from torch.view_as_real of complex numbers
-Sections: the angles have a plane for each of three position axes. Columns below section_0 take plane 0, those below
-section_1 plane 1, the rest plane 2.
+Sections, if section_1 > 0: cos and sin have a first dimension, of three planes, one for each position axis. Columns
+i < section_0 use plane 0, other columns i < section_1 plane 1, the rest plane 2.
 
 q [B, n_q_heads, T, D], k [B, n_k_heads, T, D] (head_axis 1) or [B, T, heads, D] (head_axis 2) may have any strides;
 they are copied first only if the last dimension is not contiguous. Columns from rotary_dim on pass through. Arithmetic
@@ -36,7 +36,7 @@ SHARED, HALVES, PAIRS, COMPLEX = range(4)
 
 
 class Form(NamedTuple):
-    """The layouts of an op's pairs and angles in the forward, as the top of this file lists them."""
+    """The layouts of pairs and angles in the forward; see the top of this file."""
 
     pairs_in: bool = False
     pairs_out: bool = False
@@ -45,8 +45,8 @@ class Form(NamedTuple):
     section_1: int = 0
 
 
-def turned(x, cos, sin, rotary_dim, head_axis, form, backward=False):
-    """q or k, rotated, in plain torch; computes in fp32, or in fp64 when `x` is fp64."""
+def rotated(x, cos, sin, rotary_dim, head_axis, form, backward=False):
+    """x, which is q or k, rotated in plain torch, in fp32 or, if x is fp64, in fp64."""
     half = rotary_dim // 2
     wide = torch.promote_types(x.dtype, torch.float32)
     if form.angles == COMPLEX:
@@ -74,7 +74,7 @@ def _split(t, half, is_pairs):
 
 
 def _one_plane(t, half, section_0, section_1):
-    """[3, B, T, width] -> [B, T, width], each column from its section's plane."""
+    """[3, B, T, width] -> [B, T, width], with each column taken from the plane of its section."""
     column = torch.arange(t.shape[-1], device=t.device) % half
     plane = (column >= section_0).long() + (column >= section_1).long()
     return t.gather(0, plane.expand(1, *t.shape[1:]))[0]
@@ -86,28 +86,28 @@ DIMS = ("batch", "seq_len", "n_q_heads", "n_k_heads", "head_dim")
 
 
 def rotary_key(batch: int, seq_len: int, n_q_heads: int, n_k_heads: int, head_dim: int, itemsize: int) -> Key:
-    """Heads of q and k as powers of two, head width, log2 bucket of the tokens, bytes an element."""
+    """(heads of q, heads of k, head width, log2 of the tokens, itemsize); heads and log2 are rounded up."""
     heads = next_power_of_2(n_q_heads), next_power_of_2(n_k_heads)
     return *heads, head_dim, (batch * seq_len - 1).bit_length() if batch * seq_len > 1 else 0, itemsize
 
 
 def _heuristic(target: Target, key: Key) -> LaunchConfig:
-    """One warp with 32 bytes of q a thread: few registers, many programs. q heads that share a k head stay together.
+    """One warp with 32 bytes of q a thread, or more if the q heads of a k head would be in different programs.
 
     Head widths that are no power of two leave threads idle and take 64 bytes a thread. Small launches take 16 bytes a
-    thread in four warps, the smallest in one.
+    thread, in four warps or, for the smallest, one.
     """
     q_heads, k_heads, head_dim, tokens_bucket, itemsize = key
     width = next_power_of_2(head_dim)
     elements = q_heads * width << tokens_bucket
-    warp_byte = target.warp_size // itemsize  # elements of one byte a thread of a warp
+    per_byte = target.warp_size // itemsize  # elements of a warp for each byte of a thread
     if elements <= 2048 * target.multiprocessors:
         warps = 4 if elements > 128 * target.multiprocessors else 1
-        return LaunchConfig({"BLOCK_T": 1, "BLOCK_H": min(q_heads, max(1, warps * 16 * warp_byte // width))}, warps)
-    elements_a_tile = (32 if width == head_dim else 64) * warp_byte
-    sharing = min(q_heads // max(1, k_heads), max(1, 128 * warp_byte // width))
-    block_h = min(q_heads, max(1, elements_a_tile // width, sharing))
-    block_t = min(8, max(1, elements_a_tile // (block_h * width)))
+        return LaunchConfig({"BLOCK_T": 1, "BLOCK_H": min(q_heads, max(1, warps * 16 * per_byte // width))}, warps)
+    tile = (32 if width == head_dim else 64) * per_byte
+    heads_of_k_head = min(q_heads // max(1, k_heads), max(1, 128 * per_byte // width))
+    block_h = min(q_heads, max(1, tile // width, heads_of_k_head))
+    block_t = min(8, max(1, tile // (block_h * width)))
     warps = target.warps(block_t * block_h * width, 64 // itemsize, 8)
     return LaunchConfig({"BLOCK_T": block_t, "BLOCK_H": block_h}, warps)
 
@@ -133,12 +133,12 @@ def _small_launch(key: Key) -> bool:
 
 
 def _is_flat(key: Key) -> bool:
-    """Whether `_flat_rotary_kernel` serves a key: even head widths that are no power of two."""
+    """Whether an op with `flat` launches `_flat_rotary_kernel`: for even head widths that are no power of two."""
     return key[2] % 2 == 0 and key[2] & (key[2] - 1) != 0
 
 
 def _flat_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """1024 elements a program and 8 a thread; half of both for few elements or if a half is whole 16-byte loads."""
+    """128 threads a program, for 1024 elements; for 512 if elements are fewer or half a head is whole 16-byte loads."""
     heads, _, width, tokens_bucket, itemsize = key
     elements = heads * width << tokens_bucket
     if elements <= 256 * target.multiprocessors:
@@ -151,10 +151,10 @@ def _flat_heuristic(target: Target, key: Key) -> LaunchConfig:
 
 
 def _tunable(op: str, variant: str, flat: bool) -> Tunable:
-    """flat: the op launches `_flat_rotary_kernel` for the keys that it serves."""
+    """flat: see `Rotary`."""
 
-    def by_kernel(of_tile, of_flat):
-        return lambda target, key: (of_flat if flat and _is_flat(key) else of_tile)(target, key)
+    def by_kernel(tile_rule, flat_rule):
+        return lambda target, key: (flat_rule if flat and _is_flat(key) else tile_rule)(target, key)
 
     return Tunable(
         op,
@@ -174,7 +174,7 @@ def _tunable(op: str, variant: str, flat: bool) -> Tunable:
 
 
 def _dense_strides(shape: tuple[int, ...], head_axis: int, heads_inside: bool) -> tuple[int, ...]:
-    """Strides of a dense tensor whose memory has heads inside tokens, or tokens inside heads."""
+    """Strides of a dense tensor, with a token's heads adjacent in memory (heads_inside) or a head's tokens."""
     _, second, third, width = shape
     if heads_inside == (head_axis == 2):
         return second * third * width, third * width, width, 1
@@ -185,12 +185,12 @@ def dense_like(x: torch.Tensor, head_axis: int, heads_inside: bool) -> torch.Ten
     """An empty tensor of x's shape and dtype with `_dense_strides`."""
     strides = _dense_strides(x.shape, head_axis, heads_inside)
     if x.stride() == strides:
-        return torch.empty_like(x)  # the cheapest allocation
+        return torch.empty_like(x)  # takes less time than empty_strided
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
 
 def heads_inside(x: torch.Tensor, head_axis: int) -> bool:
-    """Whether a token's heads lie closer in memory than a head's tokens; False for an x that the operator refuses."""
+    """Whether the heads of a token are adjacent in memory, not the tokens of a head. False for an invalid x."""
     strides = x.stride()
     return len(strides) == 4 and head_axis in (1, 2) and strides[head_axis] <= strides[3 - head_axis]
 
@@ -209,12 +209,12 @@ class Geometry(NamedTuple):
 
 
 def geometry_of(q, k, cos, rotary_dim, head_axis, inside, by_position, sections=False) -> Geometry:
-    """inside: whether heads are inside tokens in the outputs, for q and for k; sections: cos has a plane for each.
+    """inside: `heads_inside` of the outputs for q and for k; sections: whether cos has planes.
 
-    If sequences share their angles and a token has at most `by_position` heads, batch and token change places: programs
-    take one position of every sequence, then the next, so that a position's cos and sin are read from memory once. In
-    the usual order they have left the cache when the next sequence begins. With many heads the angles are too small a
-    part of the traffic to pay for the jumps between sequences.
+    If sequences share their angles and a token has at most `by_position` heads of q and k, batch and token axes are
+    swapped: programs take one position of all sequences, then the next, so that cos and sin of a position are read from
+    memory once. In the other order they are no longer in cache when the next sequence begins. With more heads the
+    angles are a small part of the traffic, and accesses to distant sequences cost more.
     """
     token_axis = 3 - head_axis
     batch, seq_len, n_q_heads, head_dim = q.shape[0], q.shape[token_axis], q.shape[head_axis], q.shape[3]
@@ -242,13 +242,13 @@ def geometry_of(q, k, cos, rotary_dim, head_axis, inside, by_position, sections=
     )
 
 
-def readable(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a contiguous copy if its last dimension is not contiguous."""
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a contiguous copy if the stride of the last dimension is not 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def readable_angles(cos, sin, angles):
-    """cos and sin with contiguous columns and the same strides; of COMPLEX angles, one contiguous pair a number."""
+def unit_stride_angles(cos, sin, angles):
+    """cos and sin with equal strides, 1 in the last dimension. COMPLEX: cos with strides [..., 2, 1], and None."""
     if angles == COMPLEX:
         return (cos if cos.stride()[-2:] == (2, 1) else cos.contiguous()), None
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
@@ -256,8 +256,8 @@ def readable_angles(cos, sin, angles):
     return cos, sin
 
 
-def aligned(head: Head, *strides: Strides | AngleStrides) -> Head:
-    """`head` with an alignment of 8 elements if every stride is a multiple of 8."""
+def with_alignment(head: Head, *strides: Strides | AngleStrides) -> Head:
+    """`head` with align 8 if every stride is a multiple of 8 elements, else 1."""
     return head._replace(align=1 if gcd(*chain(*strides)) & 7 else 8)
 
 
@@ -269,8 +269,8 @@ class Rotary:
 
     The operator takes cos [1 or B, T, width], with sections [3, 1 or B, T, width], COMPLEX [1 or B, T, half, 2].
     by_position: see `geometry_of`; heads_first: see `_rotary_kernel`
-    flat: heads whose width is even and no power of two go through `_flat_rotary_kernel`, which takes halves with HALVES
-    or SHARED angles, or pairs in and out with COMPLEX ones
+    flat: launch `_flat_rotary_kernel` for even head widths that are no power of two. The op's pairs must be halves with
+    HALVES or SHARED angles, or pairs in input and output with COMPLEX angles.
     """
 
     def __init__(self, op: str, by_position: int = 0, heads_first: bool = True, flat: bool = False) -> None:
@@ -288,26 +288,26 @@ class Rotary:
         )
 
     def _launch(self, q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *flags):
-        q, k = readable(q), None if k is None else readable(k)
+        q, k = unit_stride(q), None if k is None else unit_stride(k)
         *form, backward = flags
         form = Form(*form)
-        cos, sin = readable_angles(cos, sin, form.angles)
+        cos, sin = unit_stride_angles(cos, sin, form.angles)
         inside = q_inside, k_inside
         geometry = geometry_of(q, k, cos, rotary_dim, head_axis, inside, self.by_position, form.section_1 > 0)
         out_q = dense_like(q, head_axis, q_inside)
         out_k = None if k is None else dense_like(k, head_axis, k_inside)
         if geometry.tokens:
             plan = (self.bwd if backward else self.fwd).plan(q.device, geometry.key)
-            numbers_of = self._flat_numbers if self.flat and _is_flat(plan.key) else self._numbers
-            kernel, grid, constants, numbers = numbers_of(geometry, plan, form, backward)
+            launch_args = self._flat_launch_args if self.flat and _is_flat(plan.key) else self._launch_args
+            kernel, grid, constants, numbers = launch_args(geometry, plan, form, backward)
             launch(plan, kernel, grid, (q, k, cos, sin, out_q, out_k, *numbers), constants)
         return out_q, q.new_empty(0) if k is None else out_k
 
-    def _numbers(self, geometry: Geometry, plan: Plan, form: Form, backward: bool) -> tuple:
-        """Kernel, grid, constants and runtime numbers of a launch.
+    def _launch_args(self, geometry: Geometry, plan: Plan, form: Form, backward: bool) -> tuple:
+        """(kernel, grid, constexpr arguments, numbers) of a launch.
 
-        Batches have a grid axis if that pads a sequence by at most a sixteenth. Every head loads its angles if a thread
-        holds at most 8 elements of q, which avoids a broadcast through shared memory.
+        The batch is a grid axis if this pads a sequence by at most a sixteenth. If a thread holds at most 8 elements of
+        q, every head loads its angles, which avoids a broadcast through shared memory.
         """
         tokens, seq_len, (n_q_heads, n_k_heads) = geometry.tokens, geometry.seq_len, geometry.n_heads
         block_t, block_h = plan.config.blocks["BLOCK_T"], plan.config.blocks["BLOCK_H"]
@@ -324,11 +324,11 @@ class Rotary:
         if backward:
             form = form._replace(pairs_in=form.pairs_out, pairs_out=form.pairs_in)
         strides = *geometry.strides, geometry.angles
-        constants = aligned(geometry.head, *strides), form, tiles, self.heads_first, backward
+        constants = with_alignment(geometry.head, *strides), form, tiles, self.heads_first, backward
         return _rotary_kernel, grid, constants, (*strides, tokens, seq_len, n_q_heads, n_k_heads)
 
-    def _flat_numbers(self, geometry: Geometry, plan: Plan, form: Form, backward: bool) -> tuple:
-        """`_numbers` for `_flat_rotary_kernel`."""
+    def _flat_launch_args(self, geometry: Geometry, plan: Plan, form: Form, backward: bool) -> tuple:
+        """`_launch_args` for `_flat_rotary_kernel`."""
         tokens, seq_len, n_heads = geometry.tokens, geometry.seq_len, geometry.n_heads
         half, passing, *_ = geometry.head
         heads = gcd(*n_heads)
@@ -344,7 +344,7 @@ class Rotary:
         ctx.layout = rotary_dim, head_axis, heads_inside(q, head_axis), heads_inside(k, head_axis)
         ctx.form = form
         ctx.save_for_backward(cos, sin)
-        ctx.set_materialize_grads(False)  # no zeros for an unused q or k
+        ctx.set_materialize_grads(False)  # dq or dk is None if its output is unused, not zeros
         return self.operator(q, k, cos, sin, *ctx.layout, *form, False)
 
     def backward(self, ctx: Any, dq, dk):
@@ -352,16 +352,16 @@ class Rotary:
         if dq is not None and dk is not None:
             return self.operator(dq, dk, cos, sin, *ctx.layout, *ctx.form, True)
         rotary_dim, head_axis, q_inside, k_inside = ctx.layout
-        alone, inside = (dk, k_inside) if dq is None else (dq, q_inside)
-        if alone is not None:
-            alone = self.operator(alone, None, cos, sin, rotary_dim, head_axis, inside, inside, *ctx.form, True)[0]
-        return (None, alone) if dq is None else (alone, None)
+        dx, inside = (dk, k_inside) if dq is None else (dq, q_inside)
+        if dx is not None:
+            dx = self.operator(dx, None, cos, sin, rotary_dim, head_axis, inside, inside, *ctx.form, True)[0]
+        return (None, dx) if dq is None else (dx, None)
 
 
 class RotaryFunction(Function):
     """Autograd of a rotary op on (q, k, cos, sin or None, rotary_dim, unsqueeze_dim, form).
 
-    core: the op's `Rotary`; is_cheap: offer the outputs for recomputation, which needs q and k to be recomputed too
+    core: the op's `Rotary`; is_cheap: whether outputs may be recomputed, from q and k, which are not saved
     """
 
     core: ClassVar[Rotary]
@@ -387,10 +387,10 @@ class RotaryFunction(Function):
 
 
 def _misfit(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *flags) -> str:
-    return turn_misfit(q, k, cos, sin, rotary_dim, head_axis, Form(*flags[:-1]))
+    return rotary_misfit(q, k, cos, sin, rotary_dim, head_axis, Form(*flags[:-1]))
 
 
-def turn_misfit(
+def rotary_misfit(
     q: torch.Tensor,
     k: torch.Tensor | None,
     cos: torch.Tensor,
@@ -409,7 +409,7 @@ def turn_misfit(
     batch, seq_len, head_dim = q.shape[0], q.shape[3 - head_axis], q.shape[3]
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         expected = f"must be even, from 2 to the head width {head_dim}"
-        return f"rotary_dim, the number of dimensions that the angles turn, {expected}, got {rotary_dim}"
+        return f"rotary_dim, the number of dimensions that rotate, {expected}, got {rotary_dim}"
     if (sin is None) != (form.angles == COMPLEX):
         return "sin must be None with complex angles, and a tensor otherwise"
     half = rotary_dim // 2
@@ -425,9 +425,9 @@ def turn_misfit(
 
 
 def _reference(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *flags):
-    how = cos, sin, rotary_dim, head_axis, Form(*flags[:-1]), flags[-1]
-    out_q = dense_like(q, head_axis, q_inside).copy_(turned(q, *how))
-    return out_q, q.new_empty(0) if k is None else dense_like(k, head_axis, k_inside).copy_(turned(k, *how))
+    options = cos, sin, rotary_dim, head_axis, Form(*flags[:-1]), flags[-1]
+    out_q = dense_like(q, head_axis, q_inside).copy_(rotated(q, *options))
+    return out_q, q.new_empty(0) if k is None else dense_like(k, head_axis, k_inside).copy_(rotated(k, *options))
 
 
 def _fake(q, k, cos, sin, rotary_dim, head_axis, q_inside, k_inside, *flags):
@@ -445,7 +445,7 @@ def check_no_gradient(op: str, *angles: torch.Tensor) -> None:
 
 
 def rotary_sample(sizes, dtype, device, generator, angles, kwargs=None, head_axis=1, transposed=False) -> Sample:
-    """q, k and `angles`. transposed: q and k are views of the other layout, as Hugging Face passes them."""
+    """q, k and `angles`. transposed: q and k are transposed views of the other layout, as in Hugging Face models."""
     batch, seq_len, n_q_heads, n_k_heads, head_dim = sizes
 
     def states(heads):

@@ -1,4 +1,4 @@
-"""The kernels of the rotary embeddings, over tiles of heads and over elements; rotary.py has the formulas."""
+"""Kernels of the rotary embeddings, over tiles of heads and over elements; the formulas are in rotary.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...runtime.triton_import import tl, triton
 
 
 class Strides(NamedTuple):
-    """Of a tensor, in elements."""
+    """Strides of q, k or an output, in elements."""
 
     batch: int
     head: int
@@ -18,7 +18,7 @@ class Strides(NamedTuple):
 
 
 class AngleStrides(NamedTuple):
-    """Of cos and sin, in elements; plane: between sections."""
+    """Strides of cos and sin, in elements."""
 
     batch: int
     token: int
@@ -26,9 +26,9 @@ class AngleStrides(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The columns of a head: `half` pairs, then `pass_through` columns, and the powers of two that hold either.
+    """The columns of a head: `half` pairs, then `pass_through` columns; block_half, block_pass: both as powers of two.
 
-    align: every stride is a multiple of this many elements (Triton itself only notices 16)
+    align: all strides are multiples of this number of elements (Triton detects only multiples of 16)
     """
 
     half: int
@@ -39,11 +39,11 @@ class Head(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How tiles lie on the grid of `_rotary_kernel`.
+    """How the tiles of `_rotary_kernel` are distributed over its grid.
 
-    block_k: heads of k a program; head_tiles: programs that share the heads of a token
-    batch_on_grid: batches are the grid's second axis and n_tokens counts the tokens of one; else programs go over the
-    tokens of all batches, at the price of a division
+    block_k: heads of k of a program; head_tiles: programs that share the heads of a token
+    batch_on_grid: the batch is the grid's second axis and n_tokens is the length of a sequence; else n_tokens is the
+    number of all tokens, and programs divide by seq_len
     angles_per_head: every head loads its angles
     """
 
@@ -70,8 +70,8 @@ def rotate(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
 
 
 @triton.jit
-def of_tokens(x, HEADS_FIRST: tl.constexpr):
-    """A vector over the tokens of a tile, as a tile of three dimensions."""
+def along_tokens(x, HEADS_FIRST: tl.constexpr):
+    """x [tokens] as a tile [1, tokens, 1] or [tokens, 1, 1]."""
     if HEADS_FIRST:
         return x[None, :, None]
     else:
@@ -79,8 +79,8 @@ def of_tokens(x, HEADS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def of_heads(x, HEADS_FIRST: tl.constexpr):
-    """A vector over the heads of a tile, as a tile of three dimensions."""
+def along_heads(x, HEADS_FIRST: tl.constexpr):
+    """x [heads] as a tile [heads, 1, 1] or [1, heads, 1]."""
     if HEADS_FIRST:
         return x[:, None, None]
     else:
@@ -88,7 +88,7 @@ def of_heads(x, HEADS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def per_head(x, N_HEADS: tl.constexpr, HEADS_FIRST: tl.constexpr):
+def repeat_heads(x, N_HEADS: tl.constexpr, HEADS_FIRST: tl.constexpr):
     """A tile of one head, repeated for N_HEADS."""
     if HEADS_FIRST:
         return tl.broadcast_to(x, [N_HEADS, x.shape[1], x.shape[2]])
@@ -98,18 +98,18 @@ def per_head(x, N_HEADS: tl.constexpr, HEADS_FIRST: tl.constexpr):
 
 @triton.jit
 def row_offsets(batch, token, heads, strides, ALIGN: tl.constexpr, HEADS_FIRST: tl.constexpr = True):
-    """Where each (head, token) begins, [heads, tokens, 1] or [tokens, heads, 1]: all multiples of ALIGN elements.
+    """Offset of each (head, token), [heads, tokens, 1] or [tokens, heads, 1]: multiples of ALIGN elements.
 
-    The alignment hints are on vectors: Triton's coalescing pass (3.6 to 3.9) fails on a hinted tile of one element.
+    Alignment hints are given for vectors: Triton's coalescing pass (3.6 to 3.9) fails for a hinted tile of one element.
     """
-    rows = of_tokens(tl.multiple_of(batch * strides.batch + token * strides.token, ALIGN), HEADS_FIRST)
-    return rows + of_heads(tl.multiple_of(heads.to(tl.int64) * strides.head, ALIGN), HEADS_FIRST)
+    rows = along_tokens(tl.multiple_of(batch * strides.batch + token * strides.token, ALIGN), HEADS_FIRST)
+    return rows + along_heads(tl.multiple_of(heads.to(tl.int64) * strides.head, ALIGN), HEADS_FIRST)
 
 
 @triton.jit
 def load_heads(ptrs, mask, HEAD: tl.constexpr, IS_PAIRS: tl.constexpr, LOAD_HINT: tl.constexpr):
-    """x1 and x2 of the pairs, [., ., block_half] each, of the heads at `ptrs` [., ., 1], and the columns that pass
-    through (x1 if all columns rotate), in the stored dtype."""
+    """(x1, x2, x3) of the heads at `ptrs` [., ., 1], in the tensor's dtype: the pairs, [., ., block_half] each, and the
+    columns that pass through, [., ., block_pass], or x1 if there are none."""
     if IS_PAIRS:
         both = tl.arange(0, 2 * HEAD.block_half)[None, None, :]
         x = load_with_hint(ptrs + both, LOAD_HINT, mask & (both < 2 * HEAD.half), 0.0)
@@ -127,7 +127,7 @@ def load_heads(ptrs, mask, HEAD: tl.constexpr, IS_PAIRS: tl.constexpr, LOAD_HINT
 
 @triton.jit
 def store_heads(ptrs, y1, y2, y3, mask, HEAD: tl.constexpr, IS_PAIRS: tl.constexpr):
-    """The opposite of `load_heads`."""
+    """Store pairs (y1, y2) and columns y3 that pass through, laid out as `load_heads` returns them."""
     dtype: tl.constexpr = ptrs.dtype.element_ty
     if IS_PAIRS:
         both = tl.arange(0, 2 * y1.shape[2])[None, None, :]
@@ -146,7 +146,7 @@ def store_heads(ptrs, y1, y2, y3, mask, HEAD: tl.constexpr, IS_PAIRS: tl.constex
 def load_angles(
     Cos_ptr, Sin_ptr, offsets, mask, HEAD: tl.constexpr, ANGLES: tl.constexpr, HEADS_FIRST: tl.constexpr = True
 ):
-    """cos1, cos2, sin1, sin2 in fp32, [., ., block_half] each; offsets: of tokens' rows, [., ., 1 or block_half]."""
+    """(cos1, cos2, sin1, sin2), fp32 [., ., block_half]. offsets: of rows, [., ., 1]; with sections [., ., columns]."""
     if ANGLES >= 2:
         both = tl.arange(0, 2 * HEAD.block_half)[None, None, :]
         inside = mask & (both < 2 * HEAD.half)
@@ -205,11 +205,11 @@ def _rotary_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """BLOCK_T tokens x (BLOCK_H heads of q, block_k heads of k) a program. All loads come before the first store, so
-    that the most bytes are in flight. FORM: rotary.py's, of this direction.
+    """A program takes BLOCK_T tokens of BLOCK_H heads of q and block_k heads of k. All loads come before the first
+    store. FORM: rotary.py's, with pairs_in and pairs_out swapped in the backward.
 
-    HEADS_FIRST: heads are the outermost dimension of a tile, else tokens are, as in memory. If a program has enough
-    threads for its tokens, each thread then holds all heads of its columns, and their angles once.
+    HEADS_FIRST: heads are the first dimension of a tile, else tokens are. With heads first, and threads for all tokens
+    of a program, each thread holds all heads of its columns and loads their angles once.
     """
     wait_for_previous(DEPENDENT)
     ALIGN: tl.constexpr = HEAD.align
@@ -223,9 +223,9 @@ def _rotary_kernel(
         token = (tokens % seq_len).to(tl.int64)
     q_heads = (pid % TILES.head_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
     k_heads = (pid % TILES.head_tiles) * TILES.block_k + tl.arange(0, TILES.block_k)
-    token_mask = of_tokens(tokens < n_tokens, HEADS_FIRST)
-    q_mask = token_mask & of_heads(q_heads < n_q_heads, HEADS_FIRST)
-    k_mask = token_mask & of_heads(k_heads < n_k_heads, HEADS_FIRST)
+    token_mask = along_tokens(tokens < n_tokens, HEADS_FIRST)
+    q_mask = token_mask & along_heads(q_heads < n_q_heads, HEADS_FIRST)
+    k_mask = token_mask & along_heads(k_heads < n_k_heads, HEADS_FIRST)
 
     rows = row_offsets(batch, token, q_heads, q_strides, ALIGN, HEADS_FIRST)
     q1, q2, q3 = load_heads(Q_ptr + rows, q_mask, HEAD, FORM.pairs_in, LOAD_HINT)
@@ -233,14 +233,14 @@ def _rotary_kernel(
         rows = row_offsets(batch, token, k_heads, k_strides, ALIGN, HEADS_FIRST)
         k1, k2, k3 = load_heads(K_ptr + rows, k_mask, HEAD, FORM.pairs_in, LOAD_HINT)
 
-    angles = of_tokens(tl.multiple_of(batch * cos_strides.batch + token * cos_strides.token, ALIGN), HEADS_FIRST)
+    angles = along_tokens(tl.multiple_of(batch * cos_strides.batch + token * cos_strides.token, ALIGN), HEADS_FIRST)
     if FORM.section_1:
         cols = tl.arange(0, HEAD.block_half)
         plane = (cols >= FORM.section_0).to(tl.int64) + (cols >= FORM.section_1).to(tl.int64)
         angles = angles + tl.multiple_of(plane * cos_strides.plane, ALIGN)[None, None, :]
     if TILES.angles_per_head:
-        k_angles = per_head(angles, TILES.block_k, HEADS_FIRST)
-        angles = per_head(angles, BLOCK_H, HEADS_FIRST)
+        k_angles = repeat_heads(angles, TILES.block_k, HEADS_FIRST)
+        angles = repeat_heads(angles, BLOCK_H, HEADS_FIRST)
     cos1, cos2, sin1, sin2 = load_angles(Cos_ptr, Sin_ptr, angles, token_mask, HEAD, FORM.angles, HEADS_FIRST)
     k_cos1, k_cos2, k_sin1, k_sin2 = cos1, cos2, sin1, sin2
     if TILES.angles_per_head and K_ptr is not None:
@@ -259,19 +259,19 @@ def _rotary_kernel(
 
 @triton.jit
 def _element_offsets(batch, token, head, column, strides, ALIGN: tl.constexpr):
-    """Strides are in units of ALIGN elements, so that the product shows its alignment: some compilers ignore hints."""
+    """Offsets of elements; strides in units of ALIGN elements, to show alignment to compilers that ignore hints."""
     return (batch * strides.batch + head * strides.head + token * strides.token) * ALIGN + column
 
 
 @triton.jit
 def _partner(column, HALF: tl.constexpr):
-    """Offset from a column to its pair's other column. A `where` would prevent vector loads from Triton 3.8 on."""
+    """Offset from a column to its pair's other column. `tl.where` would prevent vector loads from Triton 3.8 on."""
     return HALF - (column >= HALF).to(tl.int32) * (2 * HALF)
 
 
 @triton.jit
 def _load_partners(ptrs, column, mask, HALF: tl.constexpr, IS_PAIRS: tl.constexpr, LOAD_HINT: tl.constexpr):
-    """(x, the partner of each element of x); (x, x) for IS_PAIRS, since x holds both elements of a pair."""
+    """(x, the other element of each pair), or (x, x) if IS_PAIRS, since x then holds whole pairs."""
     x = load_with_hint(ptrs, LOAD_HINT, mask, 0.0)
     y = x
     if not IS_PAIRS:
@@ -280,8 +280,8 @@ def _load_partners(ptrs, column, mask, HALF: tl.constexpr, IS_PAIRS: tl.constexp
 
 
 @triton.jit
-def _rotate_elements(x, y, cos, sin, turned, IS_PAIRS: tl.constexpr, PASS_THROUGH: tl.constexpr):
-    """The rotated elements in x's dtype; those past the rotary width are x's."""
+def _rotate_elements(x, y, cos, sin, rotates, IS_PAIRS: tl.constexpr, PASS_THROUGH: tl.constexpr):
+    """The rotated elements in x's dtype; elements outside `rotates` are unchanged."""
     if IS_PAIRS:
         x1, x2 = tl.split(tl.reshape(x.to(tl.float32), [x.shape[0] // 2, 2]))
         z = tl.reshape(tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin), [x.shape[0]])
@@ -289,7 +289,7 @@ def _rotate_elements(x, y, cos, sin, turned, IS_PAIRS: tl.constexpr, PASS_THROUG
         z = x.to(tl.float32) * cos + y.to(tl.float32) * sin
     z = z.to(x.dtype)
     if PASS_THROUGH:
-        z = tl.where(turned, z, x)
+        z = tl.where(rotates, z, x)
     return z
 
 
@@ -320,13 +320,13 @@ def _flat_rotary_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """`_rotary_kernel` for head widths that are no power of two, for which a tile of whole heads leaves columns idle.
+    """`_rotary_kernel` for head widths that are no power of two, where a tile of whole heads would leave threads idle.
 
-    A program takes BLOCK_SIZE consecutive elements of [tokens, HEADS heads, width] of q, and as many of k. Each
-    element's partner is loaded too, from the first-level cache, so that accesses stay 16 bytes wide.
+    A program takes BLOCK_SIZE consecutive elements of [tokens, HEADS heads, width] of q, and as many of k. The other
+    element of each pair is loaded too, from L1, so that accesses are 16 bytes wide.
 
-    q and k have at most GROUPS times HEADS heads, each a multiple of HEADS. Strides are in units of HEAD.align
-    elements. With complex ANGLES a pair is (2i, 2i + 1), else (i, i + HALF). SEQUENCES: there are several sequences.
+    The heads of q and of k are multiples of HEADS, at most GROUPS * HEADS. Strides are in units of HEAD.align elements.
+    With complex ANGLES a pair is (2i, 2i + 1), else (i, i + HALF). SEQUENCES: there are several sequences.
     """
     wait_for_previous(DEPENDENT)
     HALF: tl.constexpr = HEAD.half
@@ -343,7 +343,7 @@ def _flat_rotary_kernel(
     mask = tokens < n_tokens
     q_mask = mask & (group < n_q_heads)
     k_mask = mask & (group < n_k_heads)
-    turned = column < 2 * HALF
+    rotates = column < 2 * HALF
     batch, token = tl.zeros_like(tokens).to(tl.int64), tokens.to(tl.int64)
     if SEQUENCES:
         batch, token = (tokens // seq_len).to(tl.int64), (tokens % seq_len).to(tl.int64)
@@ -355,7 +355,7 @@ def _flat_rotary_kernel(
         k, k_partner = _load_partners(k_ptrs, column, k_mask, HALF, IS_PAIRS, LOAD_HINT)
 
     angles = (batch * cos_strides.batch + token * cos_strides.token) * HEAD.align + column
-    inside = mask & turned
+    inside = mask & rotates
     if IS_PAIRS:
         both = tl.load(Cos_ptr + angles, mask=inside, other=0.0).to(tl.float32)
         cos, sin = tl.split(tl.reshape(both, [BLOCK_SIZE // 2, 2]))
@@ -366,7 +366,7 @@ def _flat_rotary_kernel(
             angles -= (column >= HALF).to(tl.int32) * HALF
         cos = tl.load(Cos_ptr + angles, mask=inside, other=0.0).to(tl.float32)
         sin_ptrs = Sin_ptr + angles
-        if BACKWARD and ANGLES != 0:  # the transposed rotation: the partner's sin
+        if BACKWARD and ANGLES != 0:  # the transposed rotation uses the sin of the pair's other column
             sin_ptrs += _partner(column, HALF)
         sin = tl.load(sin_ptrs, mask=inside, other=0.0).to(tl.float32)
         if BACKWARD:
@@ -375,7 +375,7 @@ def _flat_rotary_kernel(
             sin = tl.where(column < HALF, -sin, sin)
 
     out = OutQ_ptr + _element_offsets(batch, token, head, column, out_q_strides, HEAD.align)
-    tl.store(out, _rotate_elements(q, q_partner, cos, sin, turned, IS_PAIRS, HEAD.pass_through), mask=q_mask)
+    tl.store(out, _rotate_elements(q, q_partner, cos, sin, rotates, IS_PAIRS, HEAD.pass_through), mask=q_mask)
     if K_ptr is not None:
         out = OutK_ptr + _element_offsets(batch, token, head, column, out_k_strides, HEAD.align)
-        tl.store(out, _rotate_elements(k, k_partner, cos, sin, turned, IS_PAIRS, HEAD.pass_through), mask=k_mask)
+        tl.store(out, _rotate_elements(k, k_partner, cos, sin, rotates, IS_PAIRS, HEAD.pass_through), mask=k_mask)

@@ -1,9 +1,9 @@
-"""Rotary position embedding of vision towers (Qwen2-VL and its kin): half-split, over the packed patches of all images.
+"""Rotary position embedding of vision towers such as Qwen2-VL's: half-split, over the packed patches of all images.
 
     q'[:h] = q[:h] * cos[:h] - q[h:] * sin[:h]        h = D // 2
     q'[h:] = q[h:] * cos[h:] + q[:h] * sin[h:]        k likewise
 
-q and k are slices of one projection; dimensions from the width of cos on pass through. cos and sin usually are fp32.
+q and k may be slices of one projection. Dimensions from the width of cos on pass through. cos and sin are usually fp32.
 Layouts, arithmetic, output and saved tensors are as in rope.py.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", https://arxiv.org/abs/2104.09864
@@ -16,14 +16,14 @@ import torch
 from ... import registry
 from ...registry import Sample
 from ...runtime.operator import Function, check, check_flags, check_tensors, first_order, no_view
-from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, turned
+from .rotary import HALVES, SHARED, SMALL, Form, Rotary, check_no_gradient, rotated
 
 _HEAD_AXIS = 2
 
 
 def vision_rope_reference(q, k, cos, sin, shared_halves=False):
-    how = cos[None], sin[None], cos.shape[-1], _HEAD_AXIS, _form(shared_halves)
-    return turned(q[None], *how)[0], turned(k[None], *how)[0]
+    options = cos[None], sin[None], cos.shape[-1], _HEAD_AXIS, _form(shared_halves)
+    return rotated(q[None], *options)[0], rotated(k[None], *options)[0]
 
 
 def _form(shared_halves: bool) -> Form:
@@ -51,10 +51,10 @@ class VisionRopeFunction(Function):
 def liger_vision_rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shared_halves: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k rotated by their patches' angles, as `apply_rotary_pos_emb_vision` of Qwen2-VL.
+    """q and k rotated by the angles of their patches, like `apply_rotary_pos_emb_vision` of Qwen2-VL.
 
-    q: [T, n_q_heads, D], k: [T, n_k_heads, D] in fp32, fp16 or bf16; cos, sin: [T, width], width <= D. No gradients.
-    shared_halves: both halves of cos and of sin are equal: only the first is read.
+    q: [T, n_q_heads, D], k: [T, n_k_heads, D] in fp32, fp16 or bf16; cos, sin: [T, width], width <= D, no gradients.
+    shared_halves: both halves of cos and of sin are equal, and only the first is read.
     Returns new tensors of q's and k's shapes and dtypes. Raises `ValueError` for arguments that do not fit.
     """
     check_tensors("liger_vision_rope", q=q, k=k, cos=cos, sin=sin)
@@ -77,7 +77,7 @@ liger_rotary_pos_emb_vision = liger_vision_rope  # Liger's name
 
 
 WORKLOADS = {"qwen2_5_vl": (16, 1024, 16, 16, 80), "qwen3_vl": (16, 1024, 16, 16, 72)}
-"""Sizes (images, patches of each, n_q_heads, n_k_heads, head_dim) of real models, with shared_halves."""
+"""(images, patches of each, n_q_heads, n_k_heads, head_dim)"""
 
 
 def sample(sizes, dtype, device, generator, *, shared=True) -> Sample:
