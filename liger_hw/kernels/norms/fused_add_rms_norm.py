@@ -74,7 +74,7 @@ class FusedAddRMSNormFunction(Function):
         Y, S, RSTD = fused_add_rms_norm_fwd(X, R, W, *ctx.numbers)
         ctx.save_for_backward(S, W, RSTD)
         offer(ctx, Y, _recompute_y, (S, W, *ctx.numbers))
-        ctx.set_materialize_grads(False)  # dY or dS is None if y or s is unused, not a tensor of zeros
+        ctx.set_materialize_grads(False)  # for an unused y or s, None instead of zeros
         return Y, S
 
     @staticmethod
@@ -113,7 +113,7 @@ def liger_fused_add_rms_norm(
 class LigerFusedAddRMSNorm(LigerRMSNorm):
     """Layer that takes (hidden_states, residual) and returns (normalised sum, sum).
 
-    The arguments are those of `LigerRMSNorm`; there is always a weight.
+    The arguments are as for `LigerRMSNorm`; there is always a weight.
     """
 
     def __init__(

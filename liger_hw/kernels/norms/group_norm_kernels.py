@@ -192,7 +192,7 @@ def _group_norm_fwd_kernel(
 def _channel_sums(totals, dots, rstd, W_ptr, Row_ptr, width, channel, channel_mask, HAS_BIAS: tl.constexpr):
     """Return the sums of m and m * h of each channel; totals, dots: sums of dy and dy * (x - mean) at each position.
 
-    Store the sums of dy * h and, if HAS_BIAS, of dy in Row_ptr, unless it is None.
+    Store the sums of dy * h and, if HAS_BIAS, of dy in Row_ptr, which may be None.
     """
     total = tl.sum(totals, axis=1)
     dot = tl.sum(dots, axis=1) * rstd

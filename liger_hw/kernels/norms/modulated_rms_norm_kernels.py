@@ -49,7 +49,7 @@ from .forward import normalised
 
 @triton.jit
 def _load_factors(W_ptr, Scale_ptr, mods, Scale_row_stride, cols, exist, mask, offset):
-    """(offset + W) * (1 + scale) in fp32, [mods, columns]; None if `cols` is None."""
+    """(offset + W) * (1 + scale) in fp32, [mods, columns]; None without cols."""
     scale = load_tile(Scale_ptr, mods, Scale_row_stride, cols, mask, "")
     w = load_scale(W_ptr, cols, exist, offset)
     gain = None if scale is None else 1.0 + scale.to(tl.float32)

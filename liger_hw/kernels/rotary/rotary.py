@@ -344,7 +344,7 @@ class Rotary:
         ctx.layout = rotary_dim, head_axis, heads_inside(q, head_axis), heads_inside(k, head_axis)
         ctx.form = form
         ctx.save_for_backward(cos, sin)
-        ctx.set_materialize_grads(False)  # dq or dk is None if its output is unused, not zeros
+        ctx.set_materialize_grads(False)  # for an unused output, None instead of zeros
         return self.operator(q, k, cos, sin, *ctx.layout, *form, False)
 
     def backward(self, ctx: Any, dq, dk):
