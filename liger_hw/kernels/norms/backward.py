@@ -52,7 +52,7 @@ from .wide_backward import norm_wide_bwd_kernel, wide_heuristic
 
 @triton.jit
 def store_partial_sums(Row_ptr, width, first, second, cols, exist, BOTH: tl.constexpr, pad=0):
-    """Store the column sums of the tile `first` at Row_ptr and, if BOTH, the column sums of `second` at Row_ptr + width."""
+    """Store the column sums of the tile `first` at Row_ptr and, if BOTH, of the tile `second` at Row_ptr + width."""
     store_columns(Row_ptr, cols, tl.sum(first, axis=0), exist, pad)
     if BOTH:
         store_columns(Row_ptr + width, cols, tl.sum(second, axis=0), exist, pad)
