@@ -33,7 +33,7 @@ from tests.autotune.fakes import H200, entry, tunable
 rank, world, what = int(sys.argv[1]), 2, sys.argv[2]
 backend = None if what == "failed" else "gloo"  # unnamed, torch takes one for each kind of device
 dist.init_process_group(backend, init_method=sys.argv[3], rank=rank, world_size=world)
-target = H200
+target = replace(H200, multiprocessors=66) if what == "device" and rank else H200
 fwd, bwd = tunable("rms_norm.fwd"), tunable("rms_norm.bwd")
 key = (4096, 13, 2)
 legal = [c for c in fwd.space(target, key) if c != fwd.heuristic(target, key)]
@@ -44,6 +44,8 @@ if what == "failed before" and rank:  # noted on this node's disk by an earlier 
     for version, of in ((fwd.version, fwd), (99, bwd)):
         failed = entry(of.heuristic(target, (4096, 9, 2)), of, kind="failed", reason="out of shared memory")
         store.add(target, [((of.op, of.variant, (4096, 9, 2)), replace(failed, version=version))])
+if what == "lock" and rank:
+    os.environ["LIGER_HW_LOCK_FILE"] = "no-such.lock"
 registry.reload()
 with registry.pretend(target):
     device = torch.device("cuda", 0)
@@ -53,7 +55,7 @@ with registry.pretend(target):
         import time
         time.sleep(6)
         os._exit(0)
-    before = liger_hw.distributed.digest(target)
+    before = None if what == "lock" else liger_hw.distributed.digest(target)
     try:
         digest = liger_hw.distributed.sync(seconds=3 if what == "late" else None)
     except RuntimeError as error:
@@ -100,6 +102,17 @@ def test_after_sync_both_ranks_launch_alike(clean_registry, tmp_path, what):
     assert "('user'" in plans[0] and "heuristic" in plans[0], "rank 1's extra entry does not answer"
     if what != "caches":
         assert plans[0].count("('safe'") == 1, "what failed on rank 1, with these kernels, is set aside on rank 0 too"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "what, word",
+    [("device", "multiprocessors 66 instead of 132"), ("lock", "LIGER_HW_LOCK_FILE=no-such.lock: no such file")],
+)
+def test_every_rank_gets_the_error_of_one(clean_registry, tmp_path, what, word):
+    """Devices that differ, and an error of one rank. A model's first step, below, has LIGER_HW_DETERMINISTIC."""
+    for output in ranks(tmp_path, what):
+        assert output.startswith("raised") and word in output and "rank 1" in output
 
 
 @pytest.mark.full
