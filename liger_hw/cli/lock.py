@@ -47,12 +47,14 @@ def run_lock(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--check looks at a whole lock file, and takes no {', '.join(others)}")
         return _check(arguments, target)
     output = "liger-hw.lock" if arguments.output is None else arguments.output
+    if not output:
+        raise UsageError("--output is empty; leave it out to write liger-hw.lock")
     if not arguments.model:
         raise UsageError("say what to pin: --model with one or more models")
     if target.vendor == "cpu" and not registry.interpreting():
         raise UsageError("nothing is launched on a CPU; --device names what to pin for, as h200, mi300x or sm90")
     if Path(output).is_dir():
-        raise UsageError(f"{output!r} is a folder; -o names the file to write")
+        raise UsageError(f"{output} is a folder; -o names the file to write")
     if Path(output).exists() and not arguments.force:
         raise UsageError(f"{output} exists; --force overwrites it, -o writes another")
     table, digest = pin(arguments, target, output)
