@@ -29,7 +29,8 @@ def disagreement(result: torch.Tensor, expected: torch.Tensor) -> str:
         return ""
     if not result.is_floating_point():
         return "" if torch.equal(result, expected) else "different integers"
-    chunks = list(zip(*(t.detach().reshape(-1).split(CHUNK) for t in (result, expected))))
+    a, b = result.detach().reshape(-1), expected.detach().reshape(-1)
+    chunks = list(zip(a.split(CHUNK), b.split(CHUNK)))
     wide = torch.promote_types(result.dtype, torch.float32)
     difference = size = worst = 0.0
     count = unmatched = 0

@@ -234,7 +234,8 @@ def liger_fused_linear_cross_entropy(
     sums the weight's gradient in an fp32 buffer. chunk_mem_const multiplies the budget LIGER_HW_LOSS_MEMORY_MIB.
     use_token_scaling multiplies each row's loss by its predicted probability of the target, without gradient. compact
     leaves ignored rows out of the matrix products: a `CountedRows` of the labels made early in the step, or True to
-    count now, which waits for the device. The other arguments are explained at `liger_cross_entropy`.
+    count now, which waits for the device; the results are the same, unless ignored rows have nan or inf.
+    The other arguments are explained at `liger_cross_entropy`.
     Returns the loss in fp32, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput` when any return_* is set.
     Raises as `liger_cross_entropy` does.
     """

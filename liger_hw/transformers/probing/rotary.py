@@ -139,18 +139,22 @@ def _q_and_k_form() -> _Form:
             q, k = _heads(source, axis)
             cos, sin = _angles(source, 2, _TOKENS, width, equal=equal)
             cases.append({"q": q, "k": k, "cos": cos, "sin": sin, "unsqueeze_dim": axis})
-    halves = "rope", rope_reference, RopeFunction
-    pairs = "interleaved_rope", interleaved_rope_reference, InterleavedRopeFunction
-    shared, apart = {"shared_halves": True}, {"shared_halves": True, "to_halves": True}
+
+    def halves(variant: str, form: Form, widths: int, **options: Any) -> _Kernel:
+        kernel = functools.partial(of_q_and_k, RopeFunction, form, widths)
+        return _Kernel("rope", variant, rope_reference, kernel, options)
+
+    def pairs(variant: str, form: Form, **options: Any) -> _Kernel:
+        kernel = functools.partial(of_q_and_k, InterleavedRopeFunction, form, 1)
+        return _Kernel("interleaved_rope", variant, interleaved_rope_reference, kernel, options)
+
+    apart = Form(True, False, SHARED)
     kernels = [
-        _Kernel(op, variant, reference, functools.partial(of_q_and_k, function, form, widths), options)
-        for (op, reference, function), variant, form, widths, options in (
-            (halves, "", Form(angles=HALVES), 1, {}),
-            (halves, "cos and sin of half the width", Form(angles=SHARED), 2, {"rotary_dim": _WIDTH}),
-            (pairs, "", Form(True, True, PAIRS), 1, {}),
-            (pairs, "one angle a pair", Form(True, True, SHARED), 1, shared),
-            (pairs, "one angle a pair, taken apart", Form(True, False, SHARED), 1, apart),
-        )
+        halves("", Form(angles=HALVES), 1),
+        halves("cos and sin of half the width", Form(angles=SHARED), 2, rotary_dim=_WIDTH),
+        pairs("", Form(True, True, PAIRS)),
+        pairs("one angle a pair", Form(True, True, SHARED), shared_halves=True),
+        pairs("one angle a pair, taken apart", apart, shared_halves=True, to_halves=True),
     ]
     return _Form(takes, cases, kernels)
 
