@@ -1,7 +1,7 @@
 """Post-training losses on a linear head, in chunks: DPO, ORPO, CPO, SimPO, KTO, GRPO, JSD and cosine distillation.
 
-Names, arguments and results are the same as in `liger_kernel.chunked_loss` 0.8.5. docs/losses.md has the formulas, what
-each returns, and the few differences.
+Names, arguments and results are the same as in `liger_kernel.chunked_loss` 0.8.5. docs/losses.md has the formulas, the
+results and the few differences.
 """
 
 from __future__ import annotations

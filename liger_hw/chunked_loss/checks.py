@@ -1,4 +1,4 @@
-"""Code that the chunked losses share: argument checks, modules with options, and the same losses as functions."""
+"""Common code of the chunked losses: argument checks, the base of their modules, and their functions."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ SEQUENCES = "batch, length"
 
 
 def on_device(number: torch.Tensor | float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`number` as a tensor without gradient. A Python number is filled in on the device: a copy from the host would
-    wait for the device, and fail in a graph capture."""
+    """`number` as a tensor without gradient. A Python number is filled in on the device, because a copy from the host
+    would synchronise, and fail in a graph capture."""
     if isinstance(number, torch.Tensor):
         return number.detach().to(device, dtype)
     return torch.full((), number, dtype=dtype, device=device)
 
 
 class LossFunction:
-    """A loss under the name of Liger's autograd Function, of which `apply` is there. A subclass with another loss
-    function, which Liger would call, raises `TypeError`: nothing here would call it."""
+    """A loss under the name of Liger's autograd Function; it has only `apply`. Defining a subclass with another loss
+    function, which Liger would call, raises `TypeError`, because `apply` would not call it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         hooks = ("preference_loss_fn", "ppo_loss_fn", "distillation_loss_fn", "forward", "backward")
-        if stated := [name for name in hooks if name in vars(cls)]:
+        if overridden := [name for name in hooks if name in vars(cls)]:
             raise TypeError(
-                f"{cls.__name__}: {', '.join(stated)} would never be called: ready losses have their own formulas. "
+                f"{cls.__name__}: {', '.join(overridden)} would never be called: ready losses have their own formulas. "
                 "For a loss of your own, subclass LigerFusedLinearPreferenceBase or another base of "
                 "liger_hw.compat.loss_bases (liger_kernel.chunked_loss.fused_linear_preference and so on)"
             )
@@ -45,27 +45,27 @@ class LossModule(OptionsModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        why = "kernels are always compiled, and the chunks follow from LIGER_HW_LOSS_MEMORY_MIB"
+        reason = "kernels are always compiled, and the chunks follow from LIGER_HW_LOSS_MEMORY_MIB"
         changed = {f.name: getattr(self, f.name) != f.default for f in fields(self) if f.name in self.without_effect}
-        warn_ignored(type(self).__name__, why, **changed)
+        warn_ignored(type(self).__name__, reason, **changed)
 
 
 def function_of(module: type[LossModule], required: str, optional: str, **defaults: Any) -> Any:
-    """A module's loss as Liger's autograd Function, whose `apply` takes Liger's arguments in this order.
+    """A module's loss as Liger's autograd Function. `apply` takes the `required`, then the `optional` arguments.
 
-    optional: arguments with a default, the module's or None; defaults: those that differ from the module's
+    optional: their default is the module's, or None; defaults: the defaults that differ from the module's
     """
     name = module.__name__.removesuffix("Loss") + "Function"
     options = {field.name: field.default for field in fields(module)} | defaults
     known = {argument: options.get(argument) for argument in optional.split()}
-    names, of_forward = [*required.split(), *known], {"weight": "lin_weight"}
+    names, forward_names = [*required.split(), *known], {"weight": "lin_weight"}
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        by_place = dict(zip(names, args))
-        arguments = {**known, **by_place, **kwargs}
-        if len(args) > len(names) or len(arguments) != len(names) or any(key in by_place for key in kwargs):
+        positional = dict(zip(names, args))
+        arguments = {**known, **positional, **kwargs}
+        if len(args) > len(names) or len(arguments) != len(names) or any(key in positional for key in kwargs):
             apply.__signature__.bind(*args, **kwargs)  # raises TypeError, which names the wrong argument
-        tensors = {of_forward.get(key, key): value for key, value in arguments.items() if key not in options}
+        tensors = {forward_names.get(key, key): value for key, value in arguments.items() if key not in options}
         used = {key: arguments[key] for key in options if key in arguments and key not in module.without_effect}
         return module(**used).forward(**tensors)
 

@@ -1,12 +1,12 @@
-"""Distillation: a student's head trained on a teacher's head and on true labels at once.
+"""Distillation: a student's head is trained on a teacher's head and on true labels.
 
     loss = weight_soft * soft + weight_hard * hard
 
-soft: the mean, over tokens that are not ignored, of a distance between the student's and the teacher's logits; hard:
-the mean over the same tokens of the cross entropy with the true labels, at temperature 1. Both are zero where all
-tokens are ignored. The distance is JSD_beta(teacher || student) of the softmaxes at a temperature (beta 0 is KL(teacher
-|| student), 1 the reverse), or beta * (1 - cosine), without a temperature. Operator and autograd are in
-`kernels/heads/linear_distillation.py`.
+soft: the mean, over tokens that are not ignored, of a distance between the student's and the teacher's logits. hard:
+the mean, over the same tokens, of the cross entropy with the true labels at temperature 1. Both are zero if all tokens
+are ignored. The distance is JSD_beta(teacher || student) of the softmaxes at `temperature` (beta 0: KL(teacher ||
+student), beta 1: KL(student || teacher)), or beta * (1 - cosine) without temperature. Operator and autograd are in
+kernels/heads/linear_distillation.py.
 
 Source: Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649
 """
@@ -33,12 +33,12 @@ from ..runtime.operator import check, check_flags, check_floats, check_ignore_in
 from .checks import LossModule, function_of
 
 OPERATOR = linear_distillation_operator("chunked_distillation", FWD, scale=2)
-"""With the launch configurations of fused_linear_kl_div, whose logits also have the dtype of their head."""
+"""It uses the launch configurations of fused_linear_kl_div, whose logits also have the head's dtype."""
 
 
 @dataclass(eq=False, repr=False)
 class DistillationLoss(LossModule):
-    """What the distillation modules share."""
+    """Base of the distillation modules."""
 
     name: ClassVar[str]
 
@@ -75,7 +75,7 @@ class DistillationLoss(LossModule):
         student_bias: torch.Tensor | None = None,
         teacher_bias: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Inputs: [..., hidden]; weights: [vocab, hidden]; hidden sizes may differ; true_labels: one a row; biases:
+        """Inputs: [..., hidden]; weights: [vocab, hidden]; hidden sizes may differ; true_labels: [...]; biases:
         [vocab]. Returns the loss, or with return_soft_hard_loss (loss, soft loss, hard loss); all fp32."""
         self.check()
         name, rows = self.name, (student_input, teacher_input, true_labels)

@@ -1,7 +1,7 @@
-"""DPO and its relatives: losses over a chosen and a rejected answer, against a frozen reference model.
+"""DPO and its relatives: losses over a chosen and a rejected answer, with a frozen reference model.
 
-With c and r the log-ratios log pi / pi_ref of the chosen and the rejected sequence (see preference.py), m = beta (c -
-r), e = label_smoothing, s = sigmoid:
+With c and r the log-ratios log(pi / pi_ref) of the chosen and the rejected sequence (preference.py),
+m = beta (c - r), e = label_smoothing, s = sigmoid:
 
     sigmoid    -log s(m)                                                 Rafailov et al., arXiv 2305.18290
     hinge      max(0, 1 - m)                                             Zhao et al. (SLiC), 2305.10425
@@ -12,7 +12,7 @@ r), e = label_smoothing, s = sigmoid:
     sppo_hard  (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2               Wu et al., 2405.00675
     nca_pair   -log s(beta c) - (log s(-beta c) + log s(-beta r)) / 2    Chen et al., 2402.05369
     apo_zero   1 - s(beta c) + s(beta r)                                 D'Oosterlinck et al., 2408.06266
-    apo_down   s(beta c) + 1 - s(m)                                      the same
+    apo_down   s(beta c) + 1 - s(m)                                      D'Oosterlinck et al., 2408.06266
     discopop   (1 - w) (-log s(m)) + w exp(-m), w = s(m / tau)           Lu et al., 2406.08414
 """
 
@@ -36,19 +36,19 @@ def _robust(c, r, o):
 
 def _exo_pair(c, r, o):
     margin, e = o.beta * (c - r), o.label_smoothing
-    over_p, over_q = logsigmoid(margin) - math.log1p(-e), logsigmoid(-margin) - math.log(e)
-    return torch.sigmoid(margin) * over_p + torch.sigmoid(-margin) * over_q
+    log_ratio, log_ratio_swapped = logsigmoid(margin) - math.log1p(-e), logsigmoid(-margin) - math.log(e)
+    return torch.sigmoid(margin) * log_ratio + torch.sigmoid(-margin) * log_ratio_swapped
 
 
 def _nca_pair(c, r, o):
-    up, down = o.beta * c, o.beta * r
-    return -logsigmoid(up) - 0.5 * (logsigmoid(-up) + logsigmoid(-down))
+    chosen, rejected = o.beta * c, o.beta * r
+    return -logsigmoid(chosen) - 0.5 * (logsigmoid(-chosen) + logsigmoid(-rejected))
 
 
 def _discopop(c, r, o):
     margin = o.beta * (c - r)
-    share = torch.sigmoid(margin / o.extra)
-    return (1 - share) * -logsigmoid(margin) + share * torch.exp(-margin)
+    w = torch.sigmoid(margin / o.extra)
+    return (1 - w) * -logsigmoid(margin) + w * torch.exp(-margin)
 
 
 DPO_LOSSES = {
@@ -74,7 +74,7 @@ class LigerFusedLinearDPOLoss(PairLoss):
     loss_type: sigmoid, hinge, ipo, robust, exo_pair, bco_pair, sppo_hard, nca_pair, apo_zero, apo_down or discopop
     (docs/losses.md has the formulas); label_smoothing: for robust and exo_pair; discopop_tau: for discopop
     alpha: weight of the chosen tokens' negative log-likelihood, added with compute_nll_loss
-    average_log_prob: a sequence's log-probability is the mean of its tokens' instead of their sum
+    average_log_prob: a sequence's log-probability is the mean, not the sum, of its tokens' log-probabilities
     """
 
     name = "liger_fused_linear_dpo"

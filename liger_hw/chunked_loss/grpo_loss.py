@@ -9,8 +9,8 @@ mean over the sequence), a token's loss is
     vespo                              -stop(phi(W)) A log pi,  phi(W) = exp(lambda + k log W - lambda W),
                                        W of the sequence
 
-times vllm_is_ratio (which vespo has in W instead), plus beta KL, KL = exp(d) - d - 1 with d = log pi_ref - log pi
-(times w with use_bias_correction_kl). The sum over tokens whose mask is not 0 is divided by
+times vllm_is_ratio (which vespo has in W instead), plus beta KL, where KL = exp(d) - d - 1, d = log pi_ref - log pi,
+times w with use_bias_correction_kl. The sum over tokens whose mask is not 0 is divided by the number of
 
     grpo, sapo           tokens of the sequence, times sequences
     bnpo                 tokens
@@ -34,7 +34,7 @@ import torch
 from ..kernels.heads.linear_head import checked_head
 from ..runtime.operator import check, check_flags, check_floats, check_indices
 from .checks import HEAD, SEQUENCES, LossModule, function_of, on_device
-from .log_prob_loss import LOSSES, SEQUENCE, TOKEN, Seen, Spec, reference_logps, run_loss
+from .log_prob_loss import LOSSES, SEQUENCE, TOKEN, LossInputs, Spec, reference_logps, run_loss
 from .preference import Output
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -47,7 +47,7 @@ def k3_loss_fn(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 
 def clip_coef_fn(coef: torch.Tensor, epsilon_low: float, epsilon_high: float, loss_type: str):
-    """(clipped ratio, where it was below the range, where above); losses that do not clip have no ratio (None)."""
+    """(clipped ratio, whether it was below the range, whether above); None as the ratio for sapo and vespo."""
     if loss_type == "cispo":
         return coef.clamp(max=epsilon_high).detach(), False, coef > epsilon_high
     if loss_type in ("sapo", "vespo"):
@@ -85,23 +85,23 @@ def get_gamma_weights(
     if importance_sampling_ratio is not None:
         log_w = log_w + importance_sampling_ratio.log().clamp(lowest, 20.0).sum(-1, keepdim=True)
     log_w = log_w.clamp(lowest, 20.0)
-    good = (advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)) >= 0
-    k = _either(good, k_pos, k_neg, log_w)
-    rate = _either(good, max(lambda_pos, 1e-4), max(lambda_neg, 1e-4), log_w)
+    positive = (advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)) >= 0
+    k = _where(positive, k_pos, k_neg, log_w)
+    rate = _where(positive, max(lambda_pos, 1e-4), max(lambda_neg, 1e-4), log_w)
     phi = torch.exp(rate + k * log_w - rate * log_w.exp())
     return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _either(condition: torch.Tensor, one: float, other: float, like: torch.Tensor) -> torch.Tensor:
-    """torch.where of two numbers, in the dtype of `like` (which torch.where would round to fp32)."""
+def _where(condition: torch.Tensor, one: float, other: float, like: torch.Tensor) -> torch.Tensor:
+    """torch.where of two numbers in the dtype of `like`. torch.where itself would round them to fp32."""
     return torch.full(condition.shape, other, dtype=like.dtype, device=like.device).masked_fill_(condition, one)
 
 
 class Policy(NamedTuple):
     """The GRPO family. kind: the loss type; delta: inf for none.
 
-    Seen.grouped, each [groups, tokens of a group] or [groups, 1]: advantages; share, the factor of each token's loss,
-    zero for masked tokens; log pi_old, log pi_ref and vllm_is_ratio, None if absent.
+    LossInputs.grouped, each [groups, tokens of a group] or [groups, 1]: advantages; share, the factor of each token's
+    loss, zero for masked tokens; log pi_old, log pi_ref and vllm_is_ratio, None if absent.
     """
 
     kind: str
@@ -133,7 +133,7 @@ class Policy(NamedTuple):
         if self.kind == "cispo":
             losses = -clipped * advantages * logp
         elif self.kind == "sapo":
-            temperature = _either(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, advantages)
+            temperature = _where(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, advantages)
             losses = -sapo_loss_fn(ratio, temperature) * advantages
         elif self.kind == "vespo":
             rates = self.vespo_k_pos, self.vespo_lambda_pos, self.vespo_k_neg, self.vespo_lambda_neg
@@ -151,15 +151,15 @@ class Policy(NamedTuple):
             losses = losses + self.beta * kl
         return losses, kl, was_clipped
 
-    def loss(self, seen: Seen) -> torch.Tensor:
-        losses, _, _ = self.terms(seen.logp, *seen.grouped)
-        return masked_sum(losses, seen.grouped[1])
+    def loss(self, inputs: LossInputs) -> torch.Tensor:
+        losses, _, _ = self.terms(inputs.logp, *inputs.grouped)
+        return masked_sum(losses, inputs.grouped[1])
 
-    def results(self, seen: Seen) -> tuple[torch.Tensor, ...]:
-        return self.summary(*self.terms(seen.logp, *seen.grouped), seen.grouped[1])
+    def results(self, inputs: LossInputs) -> tuple[torch.Tensor, ...]:
+        return self.summary(*self.terms(inputs.logp, *inputs.grouped), inputs.grouped[1])
 
     def summary(self, losses: torch.Tensor, kl: torch.Tensor, clipped: torch.Tensor, share: torch.Tensor) -> tuple:
-        """From `terms`: the loss, the mean KL (only with beta), and the share of tokens or sequences clipped."""
+        """From the results of `terms`: (loss, mean KL if beta is not 0, fraction of clipped tokens or sequences)."""
         mask, loss = share != 0, masked_sum(losses, share)
         clipped = clipped.to(kl.dtype)
         by_sequence = self.by_sequence and clipped.shape[1] == 1
@@ -209,7 +209,7 @@ def make_policy(
     max_completion_length: int | None,
     **numbers: float,
 ) -> Policy:
-    """The Policy of public options; numbers: the other fields of Policy.
+    """The Policy of the public options. numbers: the other fields of Policy.
 
     Raises `TypeError` for an option of another type, `ValueError` for an invalid one.
     """
@@ -237,8 +237,8 @@ def make_policy(
 
 
 def policy_tensors(op, x_like, mask, advantages, old_logps, ref_logps, vllm_is_ratio, kind) -> tuple:
-    """(mask [batch, length] bool, advantages, old, ref and vllm [batch, length] or [batch, 1]), checked, detached and
-    filled where the mask is 0. x_like: a tensor of the call's device and dtype."""
+    """(mask [batch, length] bool, advantages, old, ref and vllm [batch, length] or [batch, 1]): checked, detached, and
+    filled with neutral values where the mask is 0. x_like: a tensor of the call's device and dtype."""
     wide = torch.promote_types(x_like.dtype, torch.float32)
     shape = tuple(mask.shape)
     mask = mask != 0
@@ -280,7 +280,7 @@ _IGNORED = -100
 class LigerFusedLinearGRPOLoss(LossModule):
     """GRPO and its relatives on a linear head.
 
-    The formulas at the top of this file explain most options. max_completion_length: dr_grpo's denominator;
+    Options: see the formulas at the top of this file. max_completion_length: for dr_grpo's denominator;
     importance_sampling_level: token or sequence; temperature: divides the logits.
     """
 
@@ -304,13 +304,13 @@ class LigerFusedLinearGRPOLoss(LossModule):
     vespo_lambda_neg: float = 2.0
 
     def policy(self, level: str) -> Policy:
-        """The Policy of the options, with this importance_sampling_level; raises if they are invalid."""
+        """The Policy of the options with importance_sampling_level=level. Raises if they are invalid."""
         options = self.options() | {"importance_sampling_level": level}
         check_flags(_NAME, use_ref_model=options.pop("use_ref_model"))
         return make_policy(_NAME, **options)
 
     def check(self) -> None:
-        """As in Liger, whether the loss type allows sequence-level sampling is checked at the call."""
+        """Liger rejects a loss type without sequence-level sampling only in forward, and so does this class."""
         level = self.importance_sampling_level
         self.policy("token" if level == "sequence" else level)
 
@@ -332,7 +332,7 @@ class LigerFusedLinearGRPOLoss(LossModule):
     ) -> Output:
         """_input: [batch, length, hidden]; lin_weight: [vocab, hidden]; selected_token_ids, attention_mask,
         ref_per_token_logps, old_per_token_logps: [batch, length]; advantages: [batch] or [batch, length]; bias:
-        [vocab]; ref_input, ref_weight, ref_bias: the reference model's head, not used beside ref_per_token_logps;
+        [vocab]; ref_input, ref_weight, ref_bias: the reference model's head, ignored with ref_per_token_logps;
         vllm_is_ratio: [batch], [batch, 1] or [batch, length]; num_items_in_batch: dapo's, cispo's and vespo's
         denominator.
 
@@ -357,15 +357,15 @@ class LigerFusedLinearGRPOLoss(LossModule):
             warnings.warn(f"{_NAME}: Using ref_per_token_logps; ref_input is given too and not read", stacklevel=2)
         if not use_ref_model:
             ref_per_token_logps = None
-        of_tokens = advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio
-        mask, *tensors = policy_tensors(_NAME, x, attention_mask, *of_tokens, policy.kind)
-        how = policy.kind, self.max_completion_length, num_items_in_batch, tensors[0].dtype
-        share = token_shares(_NAME, mask, *how)
-        extras = [tensors[0], share, *tensors[1:]]
-        alone = not policy.by_sequence and policy.kind != "vespo"  # slopes depend on one token
-        if alone:
+        tensors = advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio
+        mask, advantages, *others = policy_tensors(_NAME, x, attention_mask, *tensors, policy.kind)
+        max_length, dtype = self.max_completion_length, advantages.dtype
+        share = token_shares(_NAME, mask, policy.kind, max_length, num_items_in_batch, dtype)
+        extras = [advantages, share, *others]
+        by_token = not policy.by_sequence and policy.kind != "vespo"  # a token's gradient depends on no other token
+        if by_token:
             extras = [None if t is None else t.expand(mask.shape).reshape(-1, 1) for t in extras]
-        group = TOKEN if alone else SEQUENCE
+        group = TOKEN if by_token else SEQUENCE
         kind, *numbers = policy
         spec = Spec("policy", kind, tuple(numbers), group, len(extras), _IGNORED, temperature)
         loss, *metrics = run_loss(x, weight, bias, target, spec, extras)

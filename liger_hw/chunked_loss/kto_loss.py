@@ -1,7 +1,7 @@
-"""KTO: answers that are each labelled good or bad, without pairs.
+"""KTO: answers with a label, good or bad, instead of pairs.
 
-With c = log pi / pi_ref of a sequence (log pi without a reference model) and kl an estimate of the policy's divergence
-from the reference, given by the caller:
+With c = log(pi / pi_ref) of a sequence (log pi without a reference model) and kl, the caller's estimate of the policy's
+divergence from the reference model:
 
     loss = mean of  1 - sigmoid(beta (c - kl))  for a good answer,  1 - sigmoid(beta (kl - c))  for a bad one
 
@@ -18,12 +18,12 @@ import torch
 from ..kernels.heads.linear_head import checked_head
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
 from .checks import HEAD, SEQUENCES, LossModule, function_of, on_device
-from .log_prob_loss import LOSSES, SEQUENCE, Seen, Spec, reference_logps, run_loss
+from .log_prob_loss import LOSSES, SEQUENCE, LossInputs, Spec, reference_logps, run_loss
 from .preference import Output
 
 
 class Labelled(NamedTuple):
-    """KTO. Seen.grouped: sign [batch], 1 good, -1 bad; number of tokens; log pi_ref or None; kl or None."""
+    """KTO. LossInputs.grouped, each [batch]: sign, -1 if bad, token count, log pi_ref or None, kl or None."""
 
     kind: str
     beta: float
@@ -31,25 +31,25 @@ class Labelled(NamedTuple):
 
     sums_logits = True
 
-    def _logps(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logps(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """(log pi, c)"""
-        _, counts, ref, _ = seen.grouped
-        logps = seen.logp.sum(-1)
+        _, counts, ref, _ = inputs.grouped
+        logps = inputs.logp.sum(-1)
         ratio = logps if ref is None else logps - ref
         return (logps / counts, ratio / counts) if self.average else (logps, ratio)
 
-    def loss(self, seen: Seen) -> torch.Tensor:
-        sign, _, _, kl = seen.grouped
-        _, ratio = self._logps(seen)
-        ahead = sign * (ratio if kl is None else ratio - kl)
-        return torch.sigmoid(-self.beta * ahead).sum() / seen.n_groups
+    def loss(self, inputs: LossInputs) -> torch.Tensor:
+        sign, _, _, kl = inputs.grouped
+        _, ratio = self._logps(inputs)
+        margin = sign * (ratio if kl is None else ratio - kl)
+        return torch.sigmoid(-self.beta * margin).sum() / inputs.n_groups
 
-    def results(self, seen: Seen) -> tuple[torch.Tensor, ...]:
-        """The loss; then sums over the good and over the bad answers of log pi, the logits and the reward beta * c."""
-        good = seen.grouped[0] > 0
-        logps, ratio = self._logps(seen)
-        values = logps, seen.logit_sum.sum(-1), self.beta * ratio
-        return self.loss(seen), *(torch.where(chosen, v, 0.0).sum() for v in values for chosen in (good, ~good))
+    def results(self, inputs: LossInputs) -> tuple[torch.Tensor, ...]:
+        """The loss, then the sums over good and over bad answers of log pi, of the logits and of the reward beta * c."""
+        good = inputs.grouped[0] > 0
+        logps, ratio = self._logps(inputs)
+        values = logps, inputs.logit_sum.sum(-1), self.beta * ratio
+        return self.loss(inputs), *(torch.where(mask, v, 0.0).sum() for v in values for mask in (good, ~good))
 
 
 LOSSES["kto"] = Labelled
@@ -58,8 +58,8 @@ _NAME = "liger_fused_linear_kto"
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearKTOLoss(LossModule):
-    """KTO on a linear head. average_log_prob: a sequence's log-probability is the mean of its tokens' instead of their
-    sum."""
+    """KTO on a linear head. average_log_prob: a sequence's log-probability is the mean, not the sum, of its tokens'
+    log-probabilities."""
 
     ignore_index: int = -100
     beta: float = 0.1

@@ -1,19 +1,19 @@
-"""Any loss made of token log-probabilities, on a linear head, without the logits of all tokens at once.
+"""Losses of token log-probabilities on a linear head, without storing the logits of all tokens.
 
-A loss (DPO, KTO, GRPO, ...) is a function of the log-probabilities that the head gives to the target tokens. So
+A loss (DPO, KTO, GRPO, ...) is a function of the log-probabilities of the target tokens. Therefore
 
     d loss / d logits[t] = c[t] * ([token = target[t]] - softmax(logits[t])),   c[t] = d loss / d logp[t]
 
 and c[t] depends only on the tokens of t's *group*: the pair of sequences of a preference loss, one sequence (KTO,
-sequence-level importance sampling), or the token alone (GRPO). A chunk of whole groups needs its logits once: one GEMM
-computes them, a row kernel reads their log-probabilities, a few torch operations on [groups, tokens] tensors compute c,
-a second row kernel overwrites the logits with their gradient, and two GEMMs use it.
+sequence-level importance sampling), or the token alone (GRPO). For a chunk of whole groups, one GEMM computes the
+logits, a row kernel the log-probabilities, a few torch operations on [groups, tokens] tensors c, a second row kernel
+overwrites the logits with their gradient, and two GEMMs compute the gradients of x and weight.
 
-A group that is too large for the memory budget is divided into chunks of tokens. A first sweep computes every
-log-probability, from which c follows, and a second sweep computes the logits again: a fourth GEMM.
+A group that is too large for the memory budget is divided into chunks of tokens. Then a first sweep computes all
+log-probabilities, and a second sweep, after c, computes the logits again: a fourth GEMM.
 
-The forward computes the gradients; backward multiplies them by the incoming gradient. Nothing waits for the device. The
-row kernels are in `kernels/losses/log_prob_rows.py`, the sweep in `kernels/heads/linear_head.py`.
+The forward computes the gradients; backward multiplies them by the incoming gradient. The host does not synchronise.
+The row kernels are in kernels/losses/log_prob_rows.py, the sweep in kernels/heads/linear_head.py.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from ..runtime.operator import Function, check, define, first_order
 from .checks import SEQUENCES
 
 TOKEN, SEQUENCE, PAIR = 0, 1, 2
-"""A group is a token, a sequence, or a pair: sequence i of the batch's first half and sequence i of its second half."""
+"""A group is a token, a sequence, or a pair: sequence i of the batch's first half and sequence i of the second half."""
 
 
-class Seen(NamedTuple):
-    """The input of a loss for some groups, in their order.
+class LossInputs(NamedTuple):
+    """The inputs of a loss for some groups.
 
-    logp, second: [groups, tokens of a group], fp32 (fp64 for fp64 inputs): log-probabilities of the first target and of
-        the second (None without one), zero where it is ignored
+    logp, second: [groups, tokens of a group], fp32 (fp64 for fp64 inputs): log-probabilities of the targets and of the
+        second targets (None if there are none), zero where the target is ignored
     logit_sum: [groups, tokens of a group], the sum of each token's logits, for metrics
-    grouped, shared: the call's other tensors, [groups, ...] and of any shape
+    grouped, shared: the call's extra tensors: grouped are [groups, ...], shared have any shape
     n_groups, vocab: of the whole call
     """
 
@@ -57,11 +57,11 @@ class Seen(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """The operator's numbers, in the order of its schema.
+    """The numbers of a call, in the order of the operator's schema.
 
     name, kind, numbers: `LOSSES[name](kind, *numbers)` is the loss; group: TOKEN, SEQUENCE or PAIR
-    n_grouped: how many of the extra tensors are grouped; the others are shared
-    scale: factor of the slopes (`run_loss`)
+    n_grouped: the first n_grouped extra tensors are grouped, the others shared
+    scale: factor of d loss / d logp, see `run_loss`
     """
 
     name: str
@@ -80,71 +80,71 @@ class Spec(NamedTuple):
 
 
 LOSSES: dict[str, Any] = {}
-"""Name -> the class of a loss. Each has
+"""Name -> the class of a loss. A class has
 
-loss(seen): the share of these groups in the loss, differentiable in logp and second
-results(seen): (loss, *metrics) of all groups
+loss(inputs): the contribution of these groups to the loss, differentiable with respect to logp and second
+results(inputs): (loss, *metrics), from the inputs of all groups
 sums_logits: whether results needs logit_sum"""
 
 
 class _Rows:
-    """The two row steps, and their results [n_rows] in the order of the sweep."""
+    """The row kernels' launches, and their results [n_rows] in the order of the sweep."""
 
     def __init__(self, x, target, second, bias, spec: Spec, plain: bool) -> None:
         self.bias, self.spec = bias, spec
-        self.target, self.second, self.other = target, None, None
+        self.target, self.second_column, self.has_two = target, None, None
         n_rows, ignored = target.shape[0], spec.ignore_index
         if second is not None:  # the row kernels take one target: the first, or the second where the first is ignored
             self.first_counts = target != ignored
             self.target = torch.where(self.first_counts, target, second)
-            self.other = (second != ignored) & (second != self.target)
+            self.has_two = (second != ignored) & (second != self.target)  # two different targets
             self.second_is_target = (second != ignored) & (second == self.target)
-            self.second = second.masked_fill(~self.other, 0).long()
+            self.second_column = second.masked_fill(~self.has_two, 0).long()
         self.out = log_prob_buffers(n_rows, x, logit_sum=spec.loss.sums_logits)
         self.second_logp = None if second is None else torch.empty_like(self.out.logp)
         self.coef = torch.empty_like(self.out.logp)
         self._options, self._plain = LogProbOptions(ignored, spec.temperature), plain
 
-    def read_all(self, swept: Iterable[tuple[int, torch.Tensor, Any]]) -> None:
-        """`read` of every chunk."""
+    def compute_all_logps(self, swept: Iterable[tuple[int, torch.Tensor, Any]]) -> None:
         for start, logits, _ in swept:
-            self.read(logits, start)
+            self.compute_logps(logits, start)
 
-    def read(self, logits: torch.Tensor, start: int) -> None:
-        """Compute the log-probabilities of the rows `start`.. from their logits."""
+    def compute_logps(self, logits: torch.Tensor, start: int) -> None:
+        """Fill `out` and `second_logp` from the logits of a chunk that begins at row `start`."""
         rows = slice(start, start + logits.shape[0])
-        how = {"bias": self.bias, "row_start": start, "plain": self._plain}
-        row_log_probs(logits, self.target, self.out, self._options, **how)
-        if self.second is not None:
-            chosen = self.second[rows]
-            score = logits.gather(1, chosen[:, None])[:, 0].to(self.coef.dtype)
+        call = {"bias": self.bias, "row_start": start, "plain": self._plain}
+        row_log_probs(logits, self.target, self.out, self._options, **call)
+        if self.second_column is not None:
+            columns = self.second_column[rows]
+            score = logits.gather(1, columns[:, None])[:, 0].to(self.coef.dtype)
             if self.bias is not None:
-                score = score + self.bias[chosen]
-            other = score / self.spec.temperature - self.out.lse[rows]
+                score = score + self.bias[columns]
+            second_logp = score / self.spec.temperature - self.out.lse[rows]
             logp = torch.where(self.second_is_target[rows], self.out.logp[rows], 0.0)
-            self.second_logp[rows] = torch.where(self.other[rows], other, logp)
+            self.second_logp[rows] = torch.where(self.has_two[rows], second_logp, logp)
             self.out.logp[rows].masked_fill_(~self.first_counts[rows], 0.0)
 
-    def write(self, logits: torch.Tensor, start: int, second_coef: torch.Tensor | None) -> None:
-        """Overwrite the logits with their gradient. second_coef: the second target's share of `coef`."""
+    def write_gradient(self, logits: torch.Tensor, start: int, second_coef: torch.Tensor | None) -> None:
+        """Overwrite the logits with their gradient. second_coef: the part of `coef` that is the second target's."""
         rows = slice(start, start + logits.shape[0])
-        how = {"bias": self.bias, "row_start": start, "plain": self._plain}
-        row_log_prob_gradients(logits, self.target, self.out, self.coef, self._options, **how)
-        if second_coef is not None:  # where the second target is another token, divide coef between the two
-            first = self.target[rows].masked_fill(~self.other[rows], 0).long()
+        call = {"bias": self.bias, "row_start": start, "plain": self._plain}
+        row_log_prob_gradients(logits, self.target, self.out, self.coef, self._options, **call)
+        if second_coef is not None:  # divide coef between two different targets
+            first_column = self.target[rows].masked_fill(~self.has_two[rows], 0).long()
             coef = self.coef[rows]
-            self._put(logits, rows, first, coef - second_coef - coef * self.out.logp[rows].exp())
-            self._put(logits, rows, self.second[rows], second_coef - coef * self.second_logp[rows].exp())
+            self._write_column(logits, rows, first_column, coef - second_coef - coef * self.out.logp[rows].exp())
+            slopes = second_coef - coef * self.second_logp[rows].exp()
+            self._write_column(logits, rows, self.second_column[rows], slopes)
 
-    def _put(self, logits: torch.Tensor, rows: slice, columns: torch.Tensor, slopes: torch.Tensor) -> None:
-        """Write one column's slope in each row whose second target is another token."""
-        at = columns[:, None]
+    def _write_column(self, logits: torch.Tensor, rows: slice, columns: torch.Tensor, slopes: torch.Tensor) -> None:
+        """Write the gradient of one column in each row with two different targets."""
+        index = columns[:, None]
         slopes = (slopes / self.spec.temperature).to(logits.dtype)[:, None]
-        logits.scatter_(1, at, torch.where(self.other[rows, None], slopes, logits.gather(1, at)))
+        logits.scatter_(1, index, torch.where(self.has_two[rows, None], slopes, logits.gather(1, index)))
 
 
 class _Groups(NamedTuple):
-    """The groups of a call: `width` rows each; extras: the call's grouped, then shared tensors."""
+    """The groups of a call. width: rows of a group; extras: the grouped, then the shared tensors of the call."""
 
     n_groups: int
     width: int
@@ -152,13 +152,13 @@ class _Groups(NamedTuple):
     extras: Sequence[torch.Tensor | None]
     n_grouped: int
 
-    def seen(self, rows: _Rows, first: int, last: int) -> Seen:
-        """The loss's input for the groups first..last."""
+    def inputs(self, rows: _Rows, first: int, last: int) -> LossInputs:
+        """The inputs of the loss for the groups first to last - 1."""
 
         def part(t: torch.Tensor | None) -> torch.Tensor | None:
             return None if t is None else t[first * self.width : last * self.width].view(last - first, self.width)
 
-        return Seen(
+        return LossInputs(
             logp=part(rows.out.logp),
             second=part(rows.second_logp),
             logit_sum=part(rows.out.logit_sum),
@@ -168,31 +168,31 @@ class _Groups(NamedTuple):
             vocab=self.vocab,
         )
 
-    def fill_slopes(self, loss: Any, rows: _Rows, scale: float, first: int, last: int) -> torch.Tensor | None:
-        """Fill `rows.coef` of the groups first..last; returns the second target's share of it."""
-        seen = self.seen(rows, first, last)
-        logps = [seen.logp] if seen.second is None else [seen.logp, seen.second]
+    def fill_coef(self, loss: Any, rows: _Rows, scale: float, first: int, last: int) -> torch.Tensor | None:
+        """Fill `rows.coef` for the groups first to last - 1. Returns the part of it that is the second targets'."""
+        inputs = self.inputs(rows, first, last)
+        logps = [inputs.logp] if inputs.second is None else [inputs.logp, inputs.second]
 
-        def of_tokens(*logps: torch.Tensor) -> torch.Tensor:
-            return loss.loss(seen._replace(**dict(zip(("logp", "second"), logps))))
+        def loss_of(*logps: torch.Tensor) -> torch.Tensor:
+            return loss.loss(inputs._replace(**dict(zip(("logp", "second"), logps))))
 
         within = slice(first * self.width, last * self.width)
-        coef, *others = (t.reshape(-1) for t in differentiate(of_tokens, logps, [seen.logp.new_full((), scale)]))
-        if not others:
+        coef, *second = (t.reshape(-1) for t in differentiate(loss_of, logps, [inputs.logp.new_full((), scale)]))
+        if not second:
             rows.coef[within] = coef
             return None
-        other = torch.where((rows.other | rows.second_is_target)[within], others[0], 0.0)
-        rows.coef[within] = torch.where(rows.first_counts[within], coef, 0.0) + other
-        return other
+        second_coef = torch.where((rows.has_two | rows.second_is_target)[within], second[0], 0.0)
+        rows.coef[within] = torch.where(rows.first_counts[within], coef, 0.0) + second_coef
+        return second_coef
 
 
 def _prepared(x, weight, bias, target, second, extras, spec: Spec, plain: bool = False):
-    """(the rows, their groups, the order of the sweep or None)"""
+    """(rows, groups, the order of the sweep, or None for the order of x)"""
     batch, length = target.shape
     n_rows, width = batch * length, (1, length, 2 * length)[spec.group]
     order = None
     target, second = target.reshape(-1).contiguous(), None if second is None else second.reshape(-1).contiguous()
-    if spec.group == PAIR and batch > 2:  # from [chosen..., rejected...] to pair by pair
+    if spec.group == PAIR and batch > 2:  # pair by pair, instead of all chosen and then all rejected sequences
         rows = torch.arange(n_rows, device=x.device).view(2, batch // 2, length)
         order = rows.transpose(0, 1).reshape(-1)
         target, second = target[order], None if second is None else second[order]
@@ -211,24 +211,24 @@ def _run(x, weight, bias, target, second, extras, spec: Spec, plain=False):
     chunks = plan_groups(len(flat), width, hidden, vocab, x.dtype.itemsize, any(needs))
     grads = HeadGradients(flat, weight, needs, chunks, rows.target, plain)
     if not any(needs):
-        rows.read_all(sweep(chunks, flat, weight, order=order))
+        rows.compute_all_logps(sweep(chunks, flat, weight, order=order))
     elif any(start % width for start, _ in chunks.bounds):  # a group does not fit a chunk: two sweeps
-        rows.read_all(sweep(chunks, flat, weight, order=order))
-        others = groups.fill_slopes(loss, rows, spec.scale, 0, n_groups)
+        rows.compute_all_logps(sweep(chunks, flat, weight, order=order))
+        second = groups.fill_coef(loss, rows, spec.scale, 0, n_groups)
         for start, logits, _ in sweep(chunks, flat, weight, grads, order=order):
-            rows.write(logits, start, None if others is None else others[start : start + logits.shape[0]])
+            rows.write_gradient(logits, start, None if second is None else second[start : start + logits.shape[0]])
     else:
         for start, logits, _ in sweep(chunks, flat, weight, grads, order=order):
-            rows.read(logits, start)
+            rows.compute_logps(logits, start)
             last = (start + logits.shape[0]) // width
-            rows.write(logits, start, groups.fill_slopes(loss, rows, spec.scale, start // width, last))
-    return [*loss.results(groups.seen(rows, 0, n_groups)), *grads.results(bias)]
+            rows.write_gradient(logits, start, groups.fill_coef(loss, rows, spec.scale, start // width, last))
+    return [*loss.results(groups.inputs(rows, 0, n_groups)), *grads.results(bias)]
 
 
 def _fake(x, weight, bias, target, second, extras, spec: Spec):
     rows, groups, _ = _prepared(x, weight, bias, target, second, extras, spec)
-    seen = groups.seen(rows, 0, groups.n_groups)
-    return [*spec.loss.results(seen), *fake_gradients(x.reshape(-1, x.shape[-1]), weight, bias, spec.needs)]
+    inputs = groups.inputs(rows, 0, groups.n_groups)
+    return [*spec.loss.results(inputs), *fake_gradients(x.reshape(-1, x.shape[-1]), weight, bias, spec.needs)]
 
 
 _SHAPES = "T x [batch, length, hidden]; T weight [vocab, hidden]; T bias [vocab]; int target [batch, length]"
@@ -244,7 +244,7 @@ chunked_loss = define(
 
 
 class ChunkedLossFunction(Function):
-    """Autograd for every loss of this folder except distillation; saves the gradients."""
+    """Autograd for the losses of this folder except distillation. Saves the gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, second, spec, *extras):
@@ -279,10 +279,10 @@ def run_loss(
     second: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(loss, *metrics). x [batch, length, hidden], target and second [batch, length]; extras: grouped, then shared."""
-    # The slopes of a mean, probability / shares, underflow in fp16. So they are multiplied by a power of two near
-    # `shares`, by which backward divides the incoming gradient.
-    shares = target.numel() if spec.group == TOKEN else target.shape[0]
-    scale = float(next_power_of_2(shares)) if x.dtype is torch.float16 else 1.0
+    # The gradients of a mean, about probability / n_terms, underflow in fp16. The forward multiplies them by a power of
+    # two near n_terms, and backward divides the incoming gradient by it.
+    n_terms = target.numel() if spec.group == TOKEN else target.shape[0]
+    scale = float(next_power_of_2(n_terms)) if x.dtype is torch.float16 else 1.0
     return ChunkedLossFunction.apply(x, weight, bias, target, second, spec._replace(scale=scale), *extras)
 
 
@@ -297,8 +297,8 @@ def reference_logps(
     ignore_index: int,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """Log-probabilities [batch, length] of the targets under the reference model, without gradients; raises unless
-    its x has the batch and length of `policy`, the input of the policy's head."""
+    """Log-probabilities [batch, length] of the targets under the reference model, without gradients. policy: the input
+    of the policy's head; raises unless x has its batch and length."""
     if x is None or weight is None:
         missing = " and ".join(n for n, t in (("ref_input", x), ("ref_weight", weight)) if t is None)
         check(False, op, f"use_ref_model=True needs {missing}; give them, or use_ref_model=False")

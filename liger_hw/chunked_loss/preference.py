@@ -1,4 +1,4 @@
-"""Losses over pairs of a chosen and a rejected sequence: their common code, and CPO, SimPO, ORPO (DPO: dpo_loss.py).
+"""Losses over pairs of a chosen and a rejected sequence: common code, and CPO, SimPO and ORPO (DPO: dpo_loss.py).
 
 A batch holds the P chosen sequences, then the P rejected ones in the same order. l is the log-probability of a
 sequence: the sum, or the mean, of its tokens' log-probabilities. l_ref is the same under the reference model, 0 without
@@ -10,8 +10,8 @@ one. With c = l_chosen - l_ref_chosen and r = l_rejected - l_ref_rejected,
 Only pair_loss differs:
 
     CPO    -log sigmoid(beta (c - r)); label_smoothing is the share of pairs whose labels are assumed to be swapped
-    SimPO  -log sigmoid(beta (c - r) - gamma), l a mean: the chosen answer must be ahead by a margin; smoothed as CPO
-    ORPO   -beta log sigmoid(log(odds(c) / odds(r))), l a mean, odds(l) = exp(l) / (1 - exp(l)); alpha is 1
+    SimPO  -log sigmoid(beta (c - r) - gamma) with l a mean and a margin gamma; label smoothing as in CPO
+    ORPO   -beta log sigmoid(log(odds(c) / odds(r))) with l a mean, odds(l) = exp(l) / (1 - exp(l)), alpha = 1
 
 Sources: Xu et al., "Contrastive Preference Optimization", arXiv 2401.08417; Meng, Xia and Chen, "SimPO: Simple
 Preference Optimization with a Reference-Free Reward", 2405.14734; Hong, Lee and Thorne, "ORPO: Monolithic Preference
@@ -29,14 +29,14 @@ import torch.nn.functional as F
 from ..kernels.heads.linear_head import checked_head
 from ..runtime.operator import check, check_flags, check_floats, check_ignore_index, check_indices
 from .checks import HEAD, SEQUENCES, LossModule, function_of
-from .log_prob_loss import LOSSES, PAIR, Seen, Spec, reference_logps, run_loss
+from .log_prob_loss import LOSSES, PAIR, LossInputs, Spec, reference_logps, run_loss
 
 PAIR_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor, "Pairs"], torch.Tensor]] = {}
-"""Kind -> pair_loss(c, r, numbers) [pairs]. Each file adds its losses."""
+"""Kind -> pair_loss(c, r, numbers), which returns [pairs]. This file and dpo_loss.py add the losses."""
 
 
 class Pairs(NamedTuple):
-    """A loss over pairs. Seen.grouped: counts of tokens [pairs, 2], l_ref [pairs, 2] or None; shared: nll's count.
+    """A loss over pairs. LossInputs.grouped: token counts [pairs, 2], l_ref [pairs, 2] or None; shared: nll's count.
 
     extra: discopop's tau, SimPO's gamma
     """
@@ -51,10 +51,10 @@ class Pairs(NamedTuple):
 
     sums_logits = True
 
-    def _margins(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(log-probabilities [pairs, 2] as reported, c, r); ipo's c and r are always means over tokens."""
-        counts, ref = seen.grouped
-        reported = _halves(seen.logp).sum(-1)
+    def _margins(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(l [pairs, 2] for the metrics, c, r). ipo's c and r are always means over tokens."""
+        counts, ref = inputs.grouped
+        reported = _halves(inputs.logp).sum(-1)
         ratio = reported if ref is None else reported - ref
         if self.average:
             reported, ratio = reported / counts, ratio / counts
@@ -62,29 +62,29 @@ class Pairs(NamedTuple):
             ratio = ratio / counts
         return reported, ratio[:, 0], ratio[:, 1]
 
-    def _nll(self, seen: Seen) -> torch.Tensor:
+    def _nll(self, inputs: LossInputs) -> torch.Tensor:
         if not self.has_nll:
-            return seen.logp.new_zeros(())
-        logp = seen.logp if seen.second is None else seen.second
-        return -_halves(logp)[:, 0].sum() / seen.shared[0]
+            return inputs.logp.new_zeros(())
+        logp = inputs.logp if inputs.second is None else inputs.second
+        return -_halves(logp)[:, 0].sum() / inputs.shared[0]
 
-    def loss(self, seen: Seen) -> torch.Tensor:
-        _, chosen, rejected = self._margins(seen)
-        loss = PAIR_LOSSES[self.kind](chosen, rejected, self).sum() / seen.n_groups
-        return loss + self.alpha * self._nll(seen) if self.has_nll else loss
+    def loss(self, inputs: LossInputs) -> torch.Tensor:
+        _, chosen, rejected = self._margins(inputs)
+        loss = PAIR_LOSSES[self.kind](chosen, rejected, self).sum() / inputs.n_groups
+        return loss + self.alpha * self._nll(inputs) if self.has_nll else loss
 
-    def results(self, seen: Seen) -> tuple[torch.Tensor, ...]:
-        reported, chosen, rejected = self._margins(seen)
-        means = _halves(seen.logit_sum).mean((0, 2)) / seen.vocab
+    def results(self, inputs: LossInputs) -> tuple[torch.Tensor, ...]:
+        reported, chosen, rejected = self._margins(inputs)
+        means = _halves(inputs.logit_sum).mean((0, 2)) / inputs.vocab
         rewards = self.beta * chosen, self.beta * rejected
         if self.kind == "dpo_ipo" and not self.average:
-            rewards = tuple(r * n for r, n in zip(rewards, seen.grouped[0].unbind(1)))
-        more = ()
+            rewards = tuple(r * n for r, n in zip(rewards, inputs.grouped[0].unbind(1)))
+        orpo_metrics = ()
         if self.kind == "orpo":
             log_odds = _log_odds_ratio(chosen, rejected)
-            more = F.logsigmoid(log_odds).mean(), log_odds.mean()
+            orpo_metrics = F.logsigmoid(log_odds).mean(), log_odds.mean()
         logps = (t.clone() for t in reported.unbind(1))
-        return self.loss(seen), *logps, *(t.clone() for t in means), self._nll(seen), *rewards, *more
+        return self.loss(inputs), *logps, *(t.clone() for t in means), self._nll(inputs), *rewards, *orpo_metrics
 
 
 LOSSES["pairs"] = Pairs
@@ -101,7 +101,7 @@ def checked_pairs(
     average_log_prob: bool = False,
     **extra: float,
 ) -> Pairs:
-    """The Pairs of public options; extra: at most one further number, by its public name.
+    """The Pairs of the public options. extra: `Pairs.extra` under its public name.
 
     Raises `TypeError` or `ValueError` for an invalid option.
     """
@@ -109,8 +109,8 @@ def checked_pairs(
     check_floats(name, beta=beta, alpha=alpha, label_smoothing=label_smoothing, **extra)
     check_flags(name, average_log_prob=average_log_prob, compute_nll_loss=compute_nll_loss)
     flags = float(bool(average_log_prob)), float(bool(compute_nll_loss))
-    more = float(next(iter(extra.values()), 0.0))
-    return Pairs(kind, float(beta), float(alpha), *flags, float(label_smoothing), more)
+    extra_number = float(next(iter(extra.values()), 0.0))
+    return Pairs(kind, float(beta), float(alpha), *flags, float(label_smoothing), extra_number)
 
 
 def _halves(t: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ def preference_loss(
         check(False, name, f"_input must hold chosen sequences, then as many rejected ones; got {batch} sequences")
     counted = target != ignore_index
     half = batch // 2
-    # token counts are floats, because 0 / 0 must be nan, as torch's mean of no elements is
+    # token counts are floats, because 0 / 0 must be nan, like torch's mean of no elements
     wide = torch.promote_types(x.dtype, torch.float32)
     counts = counted.sum(-1).view(2, half).t().to(wide)
     ref_sums = None
@@ -258,7 +258,7 @@ LigerFusedLinearSimPOFunction = function_of(
 
 
 def _log_odds_ratio(chosen, rejected):
-    """log(odds(c) / odds(r)), with expm1 for 1 - exp(l), since l is near 0 where the model is certain."""
+    """log(odds(c) / odds(r)). expm1 is accurate for l near 0, where the model is certain."""
     chosen_odds, rejected_odds = (logp - torch.log(-torch.expm1(logp)) for logp in (chosen, rejected))
     return chosen_odds - rejected_odds
 
@@ -293,8 +293,8 @@ class LigerFusedLinearORPOLoss(PairLoss):
         bias: torch.Tensor | None = None,
         nll_target: torch.Tensor | None = None,
     ) -> Output:
-        """As `PairLoss.forward`, with metrics (..., log_odds_ratio, log_odds_chosen). nll_target: targets of the nll if
-        not `target`, for example with the prompt."""
+        """As `PairLoss.forward`, with metrics (..., log_odds_ratio, log_odds_chosen). nll_target: the targets of the
+        nll, for example with the prompt; by default `target`."""
         head = _input, lin_weight, target, bias
         return preference_loss(self.name, self.pairs(), *head, self.ignore_index, nll_target=nll_target)
 

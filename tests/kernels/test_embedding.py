@@ -7,7 +7,7 @@ import torch
 from harness import verify
 
 from liger_hw.kernels.embedding.embedding import LigerEmbedding, embedding_bwd, liger_embedding
-from liger_hw.kernels.embedding.row_sums import MOST_UNSORTED
+from liger_hw.kernels.embedding.row_sums import MAX_UNSORTED_TOKENS
 from liger_hw.kernels.embedding.stable_sort import CHUNK, SINGLE_CHUNK, sort_indices
 from liger_hw.registry import Sample, get_op
 
@@ -34,8 +34,8 @@ def test_a_weight_without_rows_is_named(lane):
 
 BATCHES = {
     "some rows twice, few tokens": [5, 1, 5, 0, 6, 1, 5],
-    "a row between others, as many tokens as one launch takes": [4, 2] * (MOST_UNSORTED // 2),
-    "one token more": [4, 2] * (MOST_UNSORTED // 2) + [0],
+    "a row between others, as many tokens as one launch takes": [4, 2] * (MAX_UNSORTED_TOKENS // 2),
+    "one token more": [4, 2] * (MAX_UNSORTED_TOKENS // 2) + [0],
     "one row fills the batch": [3] * 150,
     "two rows meet at a chunk's end": [1] * 16 + [2] * 16 + [4] * 32,
     "a row over many chunks between single ones": [0, 1] + [2] * 70 + [3, 5],
@@ -70,7 +70,7 @@ def test_order_of_the_batch_does_not_matter_to_its_shape(lane, generator, seed):
 
 
 @pytest.mark.lanes("interpret", "gpu")
-@pytest.mark.parametrize("times", [1, MOST_UNSORTED])
+@pytest.mark.parametrize("times", [1, MAX_UNSORTED_TOKENS])
 def test_outside_the_table(lane, generator, times):
     """Neither memory of others is read nor a gradient written: NaN, and zero."""
     weight = _weight(generator, lane)
@@ -82,7 +82,7 @@ def test_outside_the_table(lane, generator, times):
 
 
 @pytest.mark.lanes("interpret", "gpu")
-@pytest.mark.parametrize("times", [1, MOST_UNSORTED])
+@pytest.mark.parametrize("times", [1, MAX_UNSORTED_TOKENS])
 def test_indices_and_gradient_may_be_strided(lane, generator, times):
     weight = _weight(generator, lane)
     indices = torch.tensor([1, 5, 2, 5, 1, 5] * times, device=lane.device)[::2]
@@ -95,7 +95,7 @@ def test_indices_and_gradient_may_be_strided(lane, generator, times):
 
 
 @pytest.mark.lanes("gpu")
-@pytest.mark.parametrize("times", [1, MOST_UNSORTED])
+@pytest.mark.parametrize("times", [1, MAX_UNSORTED_TOKENS])
 def test_gradient_past_2_31_elements(lane, times):
     rows, cols = 2**21 + 5, 1024
     if torch.get_device_module(torch.device(lane.device).type).mem_get_info()[0] < 2**34:
@@ -126,7 +126,7 @@ SORTED = {  # rows of the table, indices
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("given", SORTED)
 def test_sort_is_stable(lane, given, dtype):
-    """The same as torch's, which does the sorting where there are no kernels and for more tokens than MOST_TOKENS."""
+    """The same as torch's, which does the sorting where there are no kernels and for more tokens than MAX_TOKENS."""
     rows, indices = SORTED[given]
     indices = torch.tensor(indices, dtype=dtype, device=lane.device)
     places, order = sort_indices(indices, rows)

@@ -1,7 +1,7 @@
-"""Embedding: y[i] = weight[indices[i]], and the gradient of the table, exact and repeatable.
+"""Embedding: y[i] = weight[indices[i]], with a deterministic gradient of the table.
 
-Saved for backward: indices. Backward, dW[r] = sum of dy[i] over the i with indices[i] = r: in fp32, rounded once,
-always in the order of i. `stable_sort.py` sorts the indices, `row_sums.py` sums.
+Saved for backward: indices. Backward: dW[r] = the sum of dy[i] over the i with indices[i] = r, in fp32, in the order of
+i, rounded once. stable_sort.py sorts the indices, row_sums.py sums.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...registry import Key, LaunchConfig, Sample, Target, row_key, tile_space
 from ...runtime.operator import Function, cdiv, check, check_tensors, define, first_order, launch
 from ...runtime.triton_import import tl, triton
 from ..rows.tuning import column_tiles
-from .row_sums import BWD, JOIN, MOST_UNSORTED, UNSORTED, embedding_tunable, sum_rows, sum_unsorted
+from .row_sums import BWD, JOIN, MAX_UNSORTED_TOKENS, UNSORTED, embedding_tunable, sum_rows, sum_unsorted
 from .stable_sort import MERGE, SORT, sort_indices
 
 
@@ -28,7 +28,7 @@ def embedding_reference(weight: torch.Tensor, indices: torch.Tensor, padding_idx
 def _embedding_fwd_kernel(
     W_ptr, Index_ptr, Y_ptr, W_row_stride, n_tokens, n_rows, n_cols, BLOCK_T: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """BLOCK_T tokens x BLOCK_SIZE columns a program."""
+    """Each program copies BLOCK_T tokens x BLOCK_SIZE columns."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     exist = tokens < n_tokens
@@ -73,7 +73,7 @@ def _bwd(dy, indices, n_rows, padding_idx):
     if not (n_tokens and n_rows and n_cols):
         return dy.new_zeros((n_rows, n_cols))
     dw, dy, indices = dy.new_empty((n_rows, n_cols)), dy.reshape(n_tokens, n_cols), indices.flatten().contiguous()
-    if n_tokens <= MOST_UNSORTED:
+    if n_tokens <= MAX_UNSORTED_TOKENS:
         sum_unsorted(dw, dy, indices, padding_idx)
     else:
         sum_rows(dw, dy, *sort_indices(indices, n_rows), padding_idx=padding_idx)
@@ -130,8 +130,8 @@ def liger_embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: in
 
     weight: [n_rows, n_cols] in fp32, fp16 or bf16; indices: int32 or int64 of any shape; padding_idx: a row that gets
     no gradient, negative counts from the end. Returns [*indices.shape, n_cols].
-    An index outside the table raises on the CPU. On a GPU it gives NaN and no gradient: for an error the host would
-    have to wait. Raises `ValueError` for shapes, dtypes, devices or a padding_idx that do not fit.
+    An index outside the table raises on the CPU. On a GPU it gives NaN and no gradient, because an error would need a
+    synchronisation. Raises `ValueError` for shapes, dtypes, devices or a padding_idx that do not fit.
     """
     if padding_idx is not None:
         check_tensors("liger_embedding", weight=weight)
@@ -143,7 +143,7 @@ def liger_embedding(weight: torch.Tensor, indices: torch.Tensor, padding_idx: in
 
 
 class LigerEmbedding(torch.nn.Embedding):
-    """`torch.nn.Embedding` of num_embeddings rows of embedding_dim, with `liger_embedding`."""
+    """`torch.nn.Embedding` on `liger_embedding`."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
         fits = padding_idx is None or -num_embeddings <= padding_idx < num_embeddings
@@ -160,7 +160,7 @@ WORKLOADS = {"llama3_8b": (16384, 128256, 4096), "qwen3_0_6b": (32768, 151936, 1
 
 
 def sample(sizes, dtype, device, generator) -> Sample:
-    """Half of the tokens are drawn from a few rows, as in text."""
+    """Half of the tokens index 0.4% of the rows, as in text."""
     n_tokens, n_rows, n_cols = sizes
     weight = torch.randn(n_rows, n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
     skewed = torch.rand(n_tokens, generator=generator, device=device) ** 8

@@ -1,8 +1,8 @@
 """Sums of rows by index: dW[r] = the sum of dy[i] over the i whose index is r. The gradient of an embedding's table.
 
-Sums are fp32, added in the order of i, without atomics (deterministic), and rounded once. One kernel sums chunks of the
-sorted indices, a second joins the sums of rows that span chunks: the cost does not depend on how often an index occurs.
-The last programs of the first kernel write zeros to the rows without an index, while the others wait for memory.
+Sums are added in fp32 in the order of i, without atomics (deterministic), and rounded once. One kernel sums chunks of
+the sorted indices, a second joins the sums of rows that span chunks, so the cost does not depend on how often an index
+occurs. The last programs of the first kernel write zeros to the rows without an index.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ...runtime.operator import cdiv, launch, with_fallback
 from ...runtime.triton_import import tl, triton
 from ..rows.tuning import column_tiles
 
-MOST_UNSORTED = 64
-"""Up to this many tokens take one launch without a sort, in which every program reads all of them."""
+MAX_UNSORTED_TOKENS = 64
+"""Up to this number of tokens, one launch without a sort is used, in which every program reads all indices."""
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -49,19 +49,19 @@ def _embedding_unsorted_kernel(
 ):
     """At most MOST tokens in any order.
 
-    Each of the first programs takes BLOCK_SIZE columns of a token, and sums its row if no earlier token has that row.
-    Each other program takes ROWS rows of dW, and writes zeros to the rows without a token.
+    Each of the first programs takes BLOCK_SIZE columns of a token, and sums the token's row if it is the row's first
+    token. Each other program takes ROWS rows of dW, and writes zeros to the rows without a token.
     """
     blocks = tl.cdiv(n_cols, BLOCK_SIZE)
     program = tl.program_id(0)
-    at = tl.arange(0, MOST)
-    named = tl.load(Index_ptr + at, mask=at < n_tokens, other=-1).to(tl.int64)
+    tokens = tl.arange(0, MOST)
+    token_rows = tl.load(Index_ptr + tokens, mask=tokens < n_tokens, other=-1).to(tl.int64)
     if program < n_tokens * blocks:
         token = program // blocks
         cols = program % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         col_mask = cols < n_cols
         row = tl.load(Index_ptr + token).to(tl.int64)
-        first = tl.min(tl.where(named == row, at, MOST), axis=0)
+        first = tl.min(tl.where(token_rows == row, tokens, MOST), axis=0)
         if (first == token) & (row >= 0) & (row < n_rows) & (row != padding_idx):
             total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
             ptrs = DY_ptr + token.to(tl.int64) * DY_row_stride + cols
@@ -72,8 +72,8 @@ def _embedding_unsorted_kernel(
             tl.store(DW_ptr + row * n_cols + cols, total.to(DW_ptr.dtype.element_ty), mask=col_mask)
     else:
         rows = (program - n_tokens * blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        same = tl.max((rows[:, None] == named[None, :]).to(tl.int32), axis=1) > 0
-        _zero_rows(DW_ptr, rows, (rows < n_rows) & ((same == 0) | (rows == padding_idx)), n_cols, ROWS, BLOCK_SIZE)
+        has_token = tl.max((rows[:, None] == token_rows[None, :]).to(tl.int32), axis=1) > 0
+        _zero_rows(DW_ptr, rows, (rows < n_rows) & ((has_token == 0) | (rows == padding_idx)), n_cols, ROWS, BLOCK_SIZE)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "top", "n_sums"])
@@ -103,10 +103,10 @@ def _embedding_bwd_kernel(
     A summing program takes BLOCK_SIZE columns of one chunk of the sorted tokens, and reads GROUP tokens at a time. The
     sum of a row of dW whose tokens all lie in the chunk is stored in dW, or with ACCUMULATE added to it. The sum of a
     row that began in an earlier chunk goes to Earlier[chunk], even if the row continues in the next chunk. The sum of a
-    row that begins here and continues goes to Later[chunk]. Both are [n_chunks, n_cols] fp32.
+    row that begins in this chunk and continues goes to Later[chunk]. Both are [n_chunks, n_cols] fp32.
 
-    Each other program takes ROWS rows of dW and zeros those without a token, which it finds by bisecting the sorted
-    tokens. top: the largest power of two that is at most n_tokens
+    Each other program takes ROWS rows of dW and writes zeros to the rows without a token, which it finds by bisecting
+    the sorted tokens. top: the largest power of two up to n_tokens
     """
     program = tl.program_id(0)
     if program < n_sums:
@@ -118,13 +118,13 @@ def _embedding_bwd_kernel(
         group = tl.arange(0, GROUP)
         total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
         row = tl.load(Sorted_ptr + start).to(tl.int64)
-        before = tl.load(Sorted_ptr + start - 1, mask=start > 0, other=-1).to(tl.int64)
-        began_here = (start == 0) | (before != row)
-        for at in range(0, CHUNK, GROUP):
-            places = start + at + group
-            rows = tl.load(Sorted_ptr + places, mask=places < n_tokens, other=-1).to(tl.int64)
+        previous = tl.load(Sorted_ptr + start - 1, mask=start > 0, other=-1).to(tl.int64)
+        began_here = (start == 0) | (previous != row)
+        for offset in range(0, CHUNK, GROUP):
+            positions = start + offset + group
+            rows = tl.load(Sorted_ptr + positions, mask=positions < n_tokens, other=-1).to(tl.int64)
             counts = (rows >= 0) & (rows < n_rows) & (rows != padding_idx)
-            tokens = tl.load(Order_ptr + places, mask=counts, other=0).to(tl.int64)
+            tokens = tl.load(Order_ptr + positions, mask=counts, other=0).to(tl.int64)
             if Scale_ptr is not None:
                 scale = tl.load(Scale_ptr + tokens, mask=counts, other=0.0)
                 counts = counts & (scale != 0.0)  # true for nan
@@ -133,21 +133,21 @@ def _embedding_bwd_kernel(
             if Scale_ptr is not None:
                 dy = dy * scale[:, None]
             for i in tl.static_range(GROUP):
-                place = start + at + i
-                following = tl.load(Sorted_ptr + place + 1, mask=place + 1 < n_tokens, other=-1).to(tl.int64)
+                position = start + offset + i
+                following = tl.load(Sorted_ptr + position + 1, mask=position + 1 < n_tokens, other=-1).to(tl.int64)
                 has_gradient = (row >= 0) & (row < n_rows) & (row != padding_idx)
                 total += tl.sum(tl.where((group == i)[:, None], dy, 0.0), axis=0)
                 ends = following != row
-                last = at + i == CHUNK - 1
+                is_chunk_end = offset + i == CHUNK - 1
                 out = DW_ptr + row * n_cols + cols
                 whole = has_gradient & ends & began_here & col_mask
                 if ACCUMULATE:
-                    raised = total + tl.load(out, mask=whole, other=0.0).to(tl.float32)
-                    tl.store(out, raised.to(DW_ptr.dtype.element_ty), mask=whole)
+                    new_dw = total + tl.load(out, mask=whole, other=0.0).to(tl.float32)
+                    tl.store(out, new_dw.to(DW_ptr.dtype.element_ty), mask=whole)
                 else:
                     tl.store(out, total.to(DW_ptr.dtype.element_ty), mask=whole)
-                # a branch, as this is rare: masked stores would convert the layout of each token's sum
-                if has_gradient & (ends | last) & ((ends & began_here) == 0):
+                # A branch, because this is rare: masked stores would convert the layout of every token's sum.
+                if has_gradient & (ends | is_chunk_end) & ((ends & began_here) == 0):
                     tl.store(Earlier_ptr + chunk * n_cols + cols, total, mask=col_mask & (began_here == 0))
                     tl.store(Later_ptr + chunk * n_cols + cols, total, mask=col_mask & began_here)
                 total = tl.where(ends, 0.0, total)
@@ -155,15 +155,15 @@ def _embedding_bwd_kernel(
                 row = following
     else:
         rows = (program - n_sums).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        below = tl.zeros([ROWS], dtype=tl.int32)  # tokens of smaller rows
+        below = tl.zeros([ROWS], dtype=tl.int32)  # number of tokens of smaller rows
         step = top
         while step > 0:
             probe = tl.load(Sorted_ptr + below + (step - 1), mask=below + step <= n_tokens, other=0).to(tl.int64)
             below += tl.where((below + step <= n_tokens) & (probe < rows), step, 0)
             step //= 2
-        named = tl.load(Sorted_ptr + below, mask=below < n_tokens, other=-1).to(tl.int64) == rows
-        unnamed = (rows < n_rows) & ((named == 0) | (rows == padding_idx))
-        _zero_rows(DW_ptr, rows, unnamed, n_cols, ROWS, BLOCK_SIZE)
+        has_token = tl.load(Sorted_ptr + below, mask=below < n_tokens, other=-1).to(tl.int64) == rows
+        is_zero = (rows < n_rows) & ((has_token == 0) | (rows == padding_idx))
+        _zero_rows(DW_ptr, rows, is_zero, n_cols, ROWS, BLOCK_SIZE)
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
@@ -181,14 +181,14 @@ def _embedding_join_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """The sum of the row that begins in a chunk and continues after it: its Later, plus the Earlier of later chunks."""
+    """The sum of a row that begins in a chunk and continues after it: Later[chunk] plus Earlier of the next chunks."""
     chunk = tl.program_id(0).to(tl.int64)
     end = (chunk + 1) * CHUNK
     row = tl.load(Sorted_ptr + end - 1, mask=end < n_tokens, other=-1).to(tl.int64)
     following = tl.load(Sorted_ptr + end, mask=end < n_tokens, other=-2).to(tl.int64)
-    began = end - CHUNK
-    before = tl.load(Sorted_ptr + began - 1, mask=began > 0, other=-1).to(tl.int64)
-    began_here = (began == 0) | (before != row)  # tokens are sorted, so this holds for a row that begins mid-chunk too
+    start = end - CHUNK
+    previous = tl.load(Sorted_ptr + start - 1, mask=start > 0, other=-1).to(tl.int64)
+    began_here = (start == 0) | (previous != row)  # true for a row that begins inside the chunk, as tokens are sorted
     if (row == following) & began_here & (row >= 0) & (row < n_rows) & (row != padding_idx):
         cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         col_mask = cols < n_cols
@@ -219,7 +219,7 @@ def _key(n_tokens: int, vocab: int, n_cols: int, itemsize: int) -> Key:
 
 
 def embedding_tunable(variant: str, kernel, blocks: dict[str, int], heuristic, space) -> Tunable:
-    """`embedding.<variant>`; `blocks` is its safe configuration."""
+    """The tunable `embedding.<variant>`. blocks: of its safe configuration."""
 
     def safe(target: Target, key: Key) -> LaunchConfig:
         return LaunchConfig(blocks, 1, 1)
@@ -233,14 +233,14 @@ def embedding_tunable(variant: str, kernel, blocks: dict[str, int], heuristic, s
 
 
 def _unsorted_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """2048 elements a program, or one row: many short programs write zeros faster than a few long ones."""
+    """2048 elements a program, or one row: many short programs write zeros faster than few long ones."""
     block = min(key[0], 512)
     return LaunchConfig({"ROWS": max(1, 2048 // key[0]), "BLOCK_SIZE": block}, target.warps(block, 8, 8))
 
 
 def _bwd_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Chunks of 16 tokens, to fill the device with a small batch, 8 elements a thread; above 8192 tokens chunks of 64,
-    for fewer sums to join. 16384 elements of zeros a program, in at most 8 long rows, each of which takes registers."""
+    """Chunks of 16 tokens, so that a small batch fills the device; above 8192 tokens chunks of 64, so that fewer sums
+    are joined. 8 elements a thread. A program zeros 16384 elements, but at most 8 long rows: each takes registers."""
     chunk, group, block = (64, 8, 512) if key[1] >= 14 else (16, 4, 1024)
     rows = max(1, min(16384 // key[0], max(8, 4096 // key[0]), 64))
     block = min(key[0], block)
@@ -256,7 +256,7 @@ def _bwd_space(target: Target, key: Key) -> list[LaunchConfig]:
 
 
 def _join_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """32 chunk sums a round, since each round waits for memory."""
+    """32 chunk sums at once, because each iteration waits for memory."""
     block = min(key[0], 256)
     return LaunchConfig({"BLOCK_M": 32, "BLOCK_SIZE": block}, target.warps(32 * block, 32, 8))
 
@@ -289,7 +289,7 @@ def sum_rows(
     accumulate: bool = False,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """dw[r] = the sum of dy[order[i]] over the i with rows[i] = r, 0 if there are no such i.
+    """dw[r] = the sum of dy[order[i]] over the i with rows[i] = r, 0 if there are none.
 
     rows, order: from `sort_indices`; dw: [n_rows, n_cols], contiguous; accumulate: add the sums to dw instead
     scale: fp32, a factor for each row of dy; a row whose factor is 0 is not read
@@ -299,10 +299,10 @@ def sum_rows(
     (n_rows, n_cols), n_tokens = dw.shape, rows.shape[0]
     key = row_key(n_tokens, n_cols, dy.itemsize)
 
-    # Each launch has a fallback: if only the second fails, the sums of the first must not be added again.
+    # Each launch has a fallback, so that a failure of the second does not repeat the first, which may accumulate.
 
     def sum_chunks() -> tuple[int, torch.Tensor]:
-        """(tokens of a chunk, sums [2, n_chunks, n_cols] of rows that span chunks)."""
+        """(tokens per chunk, sums [2, n_chunks, n_cols] of rows that span chunks)."""
         plan = BWD.plan(dy.device, key)
         chunk = plan.config.blocks["CHUNK"]
         n_chunks = cdiv(n_tokens, chunk)
@@ -330,11 +330,11 @@ def sum_rows(
 
 
 def sum_unsorted(dw: torch.Tensor, dy: torch.Tensor, indices: torch.Tensor, padding_idx: int) -> None:
-    """`sum_rows` for at most MOST_UNSORTED unsorted tokens. indices: contiguous."""
+    """`sum_rows` for at most MAX_UNSORTED_TOKENS unsorted tokens. indices: contiguous."""
     (n_rows, n_cols), n_tokens = dw.shape, dy.shape[0]
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     plan = UNSORTED.plan(dy.device, row_key(n_tokens, n_cols, dy.itemsize))
     blocks = plan.config.blocks
     programs = n_tokens * cdiv(n_cols, blocks["BLOCK_SIZE"]) + cdiv(n_rows, blocks["ROWS"])
     args = (dy, indices, dw, dy.stride(0), n_tokens, n_rows, n_cols, padding_idx)
-    launch(plan, _embedding_unsorted_kernel, (programs,), args, (MOST_UNSORTED,))
+    launch(plan, _embedding_unsorted_kernel, (programs,), args, (MAX_UNSORTED_TOKENS,))

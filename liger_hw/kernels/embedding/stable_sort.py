@@ -1,8 +1,8 @@
-"""A stable sort of tokens by the row of a table that each names, in two launches.
+"""A stable sort of tokens by their index, the row of a table, in two launches.
 
-Chunks of CHUNK tokens are sorted separately: the rank of a token in its chunk is the number of tokens there that come
-before it, found by comparing all with all. The rank among all tokens adds the number of tokens of every other chunk
-that come before it, found by bisection. Up to SINGLE_CHUNK tokens are one chunk and take one launch.
+The first launch sorts chunks of CHUNK tokens: a token's rank in its chunk is the number of smaller keys, found by
+comparing all pairs. The second launch adds the number of smaller keys in every other chunk, found by bisection, which
+gives the rank among all tokens. Up to SINGLE_CHUNK tokens are one chunk and take one launch.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from ...runtime.triton_import import tl, triton
 
 CHUNK = 2048
 SINGLE_CHUNK = 4096
-MOST_TOKENS = 2**15
-"""For more tokens torch's sort is faster: here each token is looked up in every chunk."""
+MAX_TOKENS = 2**15
+"""For more tokens torch's sort is faster: the second launch looks up each token in every chunk."""
 
 
 @triton.jit
-def _sort_keys(Index_ptr, start, at, n_tokens, n_rows, CHUNK: tl.constexpr):
-    """Sort keys (row + 1) * CHUNK + position in the chunk: all different, and in the order of the stable sort. Rows
-    outside the table become -1 or n_rows; positions past the last token get the largest key."""
-    row = tl.load(Index_ptr + start + at, mask=start + at < n_tokens, other=0)
+def _sort_keys(Index_ptr, start, positions, n_tokens, n_rows, CHUNK: tl.constexpr):
+    """Sort keys (row + 1) * CHUNK + position in the chunk: unique, and in the order of the stable sort. Rows outside
+    the table become -1 or n_rows; positions past the last token get the largest key."""
+    row = tl.load(Index_ptr + start + positions, mask=start + positions < n_tokens, other=0)
     row = tl.minimum(tl.maximum(row, -1), n_rows).to(tl.int32)
-    return tl.where(start + at < n_tokens, (row + 1) * CHUNK + at, 2147483647)
+    return tl.where(start + positions < n_tokens, (row + 1) * CHUNK + positions, 2147483647)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_rows"])
 def _embedding_sort_kernel(
     Index_ptr, Sorted_ptr, Order_ptr, n_tokens, n_rows, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """BLOCK_T tokens of a chunk a program, whose keys go to their rank in the chunk. With an Order_ptr, there is one
-    chunk, and the results are rows and token numbers."""
+    """Each program stores the keys of BLOCK_T tokens at their rank in the chunk. With an Order_ptr, there is one chunk,
+    and the program stores rows and token numbers instead of keys."""
     PARTS: tl.constexpr = CHUNK // BLOCK_T
     start = tl.program_id(0) // PARTS * CHUNK
     positions = tl.program_id(0) % PARTS * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -60,30 +60,30 @@ def _embedding_merge_kernel(
     BLOCK_T: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """BLOCK_T keys of a sorted chunk a program, looked up in CHUNKS other chunks at a time; CHUNK is 2 ** STEPS. Equal
-    rows are in the order of their chunks."""
+    """Each program looks up BLOCK_T keys of a sorted chunk in CHUNKS chunks at a time. CHUNK is 2 ** STEPS. Equal rows
+    are in the order of their chunks."""
     start = tl.program_id(0) * BLOCK_T
-    own_chunk = start // CHUNK
-    at = start + tl.arange(0, BLOCK_T)
-    key = tl.load(Keys_ptr + at, mask=at < n_tokens, other=0)
+    token_chunk = start // CHUNK
+    positions = start + tl.arange(0, BLOCK_T)
+    key = tl.load(Keys_ptr + positions, mask=positions < n_tokens, other=0)
     row = key // CHUNK  # plus one, as in the key
-    rank = at - own_chunk * CHUNK
-    token = own_chunk * CHUNK + key % CHUNK
+    rank = positions - token_chunk * CHUNK
+    token = token_chunk * CHUNK + key % CHUNK
     for first in range(0, n_chunks, CHUNKS):
         chunk = first + tl.arange(0, CHUNKS)
-        limit = (row[:, None] + (chunk < own_chunk)[None, :].to(tl.int32)) * CHUNK
-        size = tl.where(chunk == own_chunk, 0, n_tokens - chunk * CHUNK)[None, :]  # tokens of the chunk, or more
+        limit = (row[:, None] + (chunk < token_chunk)[None, :].to(tl.int32)) * CHUNK
+        size = tl.where(chunk == token_chunk, 0, n_tokens - chunk * CHUNK)[None, :]  # may exceed CHUNK
         keys = Keys_ptr + (chunk * CHUNK)[None, :]
         below = tl.zeros([BLOCK_T, CHUNKS], dtype=tl.int32)
         for step in tl.static_range(STEPS):
             last = below + ((CHUNK >> (step + 1)) - 1)
             probe = tl.load(keys + last, mask=last < size, other=2147483647)
             below += tl.where(probe < limit, CHUNK >> (step + 1), 0)
-        # the chunk's last key, if all before it are below
+        # bisection leaves one key to compare
         probe = tl.load(keys + below, mask=below < size, other=2147483647)
         rank += tl.sum(below + (probe < limit).to(tl.int32), axis=1)
-    tl.store(Rows_ptr + rank, row - 1, mask=at < n_tokens)
-    tl.store(Order_ptr + rank, token.to(tl.int64), mask=at < n_tokens)
+    tl.store(Rows_ptr + rank, row - 1, mask=positions < n_tokens)
+    tl.store(Order_ptr + rank, token.to(tl.int64), mask=positions < n_tokens)
 
 
 def _key(n_tokens: int, *others: int) -> Key:
@@ -95,7 +95,7 @@ def _chunk(n_tokens: int) -> int:
 
 
 def _tunable(variant: str, kernel, names: tuple[str, ...], heuristic) -> Tunable:
-    """Not searched: both launches take a few microseconds, less than the sums."""
+    """A tunable without a search space: both launches take a few microseconds, less than the sums."""
 
     def valid(config: LaunchConfig, key: Key) -> str | None:
         return None if config.blocks["BLOCK_T"] <= CHUNK else f"BLOCK_T must be at most {CHUNK}"
@@ -129,14 +129,14 @@ MERGE = _tunable("merge", _embedding_merge_kernel, ("BLOCK_T", "CHUNKS"), _merge
 
 
 def sort_indices(indices: torch.Tensor, n_rows: int, plain: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the indices sorted stably, the token number of each). Indices outside the table stay outside.
+    """(the sorted indices, the token number of each). Indices outside the table stay outside.
 
-    indices: [n_tokens], int32 or int64; n_rows: of the table. The first result is int32 unless rows need int64, the
-    second int64. torch sorts if `plain`, if there are too many tokens, and if a sort key would not fit 32 bits.
+    indices: [n_tokens], int32 or int64; n_rows: of the table. The sorted indices are int32 unless rows need int64;
+    token numbers are int64. torch sorts if `plain`, for more than MAX_TOKENS, and if a sort key would not fit 32 bits.
     """
     n_tokens, device = indices.shape[0], indices.device
     chunk = _chunk(n_tokens)
-    if plain or not 0 < n_tokens <= MOST_TOKENS or (n_rows + 2) * chunk >= 2**31:
+    if plain or not 0 < n_tokens <= MAX_TOKENS or (n_rows + 2) * chunk >= 2**31:
         if indices.dtype is not torch.int32 and n_rows < 2**31:  # 32 bits sort in half the passes
             indices = indices.clamp(-1, n_rows).to(torch.int32)
         return indices.sort(stable=True)
