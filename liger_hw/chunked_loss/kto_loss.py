@@ -23,7 +23,7 @@ from .preference import Output
 
 
 class Labelled(NamedTuple):
-    """KTO. LossInputs.grouped, each [batch]: sign, -1 if bad, token count, log pi_ref or None, kl or None."""
+    """KTO. LossInputs.grouped, each [batch]: 1 or -1 (bad), token count, log pi_ref or None, kl or None."""
 
     kind: str
     beta: float

@@ -66,14 +66,14 @@ def _embedding_unsorted_kernel(
             total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
             ptrs = DY_ptr + token.to(tl.int64) * DY_row_stride + cols
             for other in range(token, n_tokens):
-                same = tl.load(Index_ptr + other).to(tl.int64) == row
-                total += tl.load(ptrs, mask=same & col_mask, other=0.0).to(tl.float32)
+                matches = tl.load(Index_ptr + other).to(tl.int64) == row
+                total += tl.load(ptrs, mask=matches & col_mask, other=0.0).to(tl.float32)
                 ptrs += DY_row_stride
             tl.store(DW_ptr + row * n_cols + cols, total.to(DW_ptr.dtype.element_ty), mask=col_mask)
     else:
         rows = (program - n_tokens * blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        has_token = tl.max((rows[:, None] == token_rows[None, :]).to(tl.int32), axis=1) > 0
-        _zero_rows(DW_ptr, rows, (rows < n_rows) & ((has_token == 0) | (rows == padding_idx)), n_cols, ROWS, BLOCK_SIZE)
+        matches = tl.max((rows[:, None] == token_rows[None, :]).to(tl.int32), axis=1) > 0
+        _zero_rows(DW_ptr, rows, (rows < n_rows) & ((matches == 0) | (rows == padding_idx)), n_cols, ROWS, BLOCK_SIZE)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "top", "n_sums"])
