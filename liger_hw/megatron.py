@@ -3,8 +3,8 @@
     from liger_hw.megatron import apply_liger_kernel_to_megatron
     apply_liger_kernel_to_megatron(linear_cross_entropy=True, swiglu=True)      # before the model is built
 
-Names and arguments are as in `liger_kernel.megatron` of Liger Kernel 0.8.5. `linear_cross_entropy`, the output layer
-and the loss in one, is an addition: a GPTModel in training never computes its logits. Only
+Names and arguments are as in `liger_kernel.megatron` of Liger Kernel 0.8.5. `linear_cross_entropy` is an addition: it
+fuses output layer and loss, so that a GPTModel in training does not compute its logits. Only
 `apply_liger_kernel_to_megatron` imports Megatron-core.
 """
 
@@ -32,8 +32,8 @@ from .transformers.report import ALREADY, PATCH_LOCK, PATCHED, Patch, PatchRepor
 log = logging.getLogger("liger_hw")
 
 
-@functools.lru_cache(maxsize=64)  # once a reason
-def _warn(reason: str) -> None:
+@functools.lru_cache(maxsize=64)  # one warning per reason
+def _warn_not_fused(reason: str) -> None:
     log.warning("liger_hw: Megatron's linear cross-entropy is not used for this output layer: %s", reason)
 
 
@@ -43,7 +43,7 @@ class LigerMegatronRMSNorm(torch.nn.Module):
     config: a TransformerConfig, or an object with the attributes that are read here. If its `sequence_parallel` is
     set, the weight is tagged, and Megatron sums its gradient over the tensor-parallel ranks. zero_centered_gamma, or
     the config's `layernorm_zero_centered_gamma`: the weight begins at 0, and the scale is 1 + weight. The scale is
-    applied in fp32, before the one rounding, as in torch's and Transformer Engine's RMSNorm. persist_layer_norm and
+    applied in fp32 before rounding, as in torch's and Transformer Engine's RMSNorm. persist_layer_norm and
     normalization are ignored. Raises `ValueError` if the config's `normalization` is not "RMSNorm".
     """
 
@@ -58,7 +58,7 @@ class LigerMegatronRMSNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         configured = getattr(config, "normalization", "RMSNorm")
-        if configured != "RMSNorm" or normalization not in ("RMSNorm", "LayerNorm"):  # LayerNorm: the default
+        if configured != "RMSNorm" or normalization not in ("RMSNorm", "LayerNorm"):  # LayerNorm: Megatron's default
             raise ValueError(f"LigerMegatronRMSNorm: normalization must be RMSNorm, the config says {configured!r}")
         self.config, self.eps = config, eps
         self.zero_centered_gamma = bool(zero_centered_gamma or getattr(config, "layernorm_zero_centered_gamma", False))
@@ -81,8 +81,8 @@ class LigerMegatronSwiGLU(torch.nn.Module):
     """`megatron.core.fusions.fused_bias_swiglu.bias_swiglu_impl` as a module, with the same arguments.
 
     forward(input [..., 2 * n_cols], bias, fp8_input_store, cpu_offload_input) -> [..., n_cols], the gate first.
-    fallback_impl takes calls with a bias, an fp8 store or offloading, with one warning for each reason; without it they
-    raise `NotImplementedError`. in_place is ignored.
+    Calls with a bias, an fp8 store or offloading go to fallback_impl, with one warning for each reason, or raise
+    `NotImplementedError` if it is not set. in_place is ignored.
     """
 
     def __init__(self, fallback_impl: Callable[..., torch.Tensor] | None = None, in_place: bool = False) -> None:
@@ -112,7 +112,7 @@ class LigerMegatronSwiGLU(torch.nn.Module):
 
 
 class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
-    """`LigerVocabParallelCrossEntropy` with Megatron's defaults: Megatron's smoothing formula, over a rank's part.
+    """`LigerVocabParallelCrossEntropy` with Megatron's smoothing formula and mode `partition` as defaults.
 
     forward(vocab_parallel_logits [seq, batch, part], target [seq, batch], tp_group=None) -> [seq, batch] fp32
     """
@@ -144,7 +144,7 @@ _LINEAR = (
     ("megatron.core.transformer.linear_cross_entropy", "linear_cross_entropy"),
     ("megatron.core.models.common.language_module.language_module", "linear_cross_entropy"),
 )
-"""(module, name) of a function's definition, then of the copies that other modules imported, in any release."""
+"""(module, name): first where the function is defined, then where any release of Megatron-core imports it by name."""
 
 
 def apply_liger_kernel_to_megatron(
@@ -152,29 +152,29 @@ def apply_liger_kernel_to_megatron(
 ) -> PatchReport:
     """Patch megatron-core with the kernels, for models that are built afterwards. A second call changes nothing.
 
-    rms_norm: norms of the local specs and the block's final norm, where Megatron would take torch's RMSNorm;
-    Transformer Engine's and Apex's stay. cross_entropy: both of Megatron's losses over a split vocabulary. swiglu: the
-    fused SwiGLU without bias, fp8 store and offloading. linear_cross_entropy: a GPTModel with labels computes no
-    logits; the release's own linear cross entropy, if it has one, is replaced too.
-    Returns a report, whose `revert()` undoes everything. Raises `ImportError` where megatron-core, or a place to be
+    rms_norm: norms of the local specs and the block's final norm, if Megatron would use torch's RMSNorm; norms of
+    Transformer Engine and Apex are not replaced. cross_entropy: both of Megatron's losses over a split vocabulary.
+    swiglu: the fused SwiGLU without bias, fp8 store and offloading. linear_cross_entropy: a GPTModel with labels does
+    not compute logits; Megatron's `linear_cross_entropy` is replaced too, in releases that have it.
+    Returns a report, whose `revert()` undoes everything. Raises `ImportError` if megatron-core, or a name that is to be
     patched, is missing.
     """
     report = PatchReport("megatron", "megatron-core")
     with PATCH_LOCK:
         if rms_norm:
-            backends = _module("megatron.core.models.backends")
+            backends = _import_module("megatron.core.models.backends")
             provider = backends.LocalSpecProvider
             _replace(report, "rms_norm", "rms_norm", provider, "layer_norm", _layer_norm(provider.layer_norm))
-            block = _module("megatron.core.transformer.transformer_block")
-            torch_norm = getattr(_module_or_none("megatron.core.transformer.torch_norm"), "WrappedTorchNorm", None)
+            block = _import_module("megatron.core.transformer.transformer_block")
+            torch_norm = getattr(_import_or_none("megatron.core.transformer.torch_norm"), "WrappedTorchNorm", None)
             if is_ours(block.LayerNormImpl) or block.LayerNormImpl is torch_norm:
-                _replace(report, "rms_norm", "rms_norm", block, "LayerNormImpl", _norm_of(block.LayerNormImpl))
+                _replace(report, "rms_norm", "rms_norm", block, "LayerNormImpl", _norm_builder(block.LayerNormImpl))
         if cross_entropy:
             _replace_copies(report, _FUSED, liger_fused_vocab_parallel_cross_entropy)
             _replace_copies(report, _UNFUSED, liger_vocab_parallel_cross_entropy)
         if swiglu:
-            fused = _module("megatron.core.fusions.fused_bias_swiglu")
-            original = _held(fused, "SwiGLUFunction")
+            fused = _import_module("megatron.core.fusions.fused_bias_swiglu")
+            original = _attribute(fused, "SwiGLUFunction")
             _replace(report, "swiglu", "fused_gate_up_swiglu", fused, "SwiGLUFunction", _swiglu(original))
         if linear_cross_entropy:
             _patch_heads(report)
@@ -183,32 +183,32 @@ def apply_liger_kernel_to_megatron(
 
 def _patch_heads(report: PatchReport) -> None:
     part, kernel = "linear_cross_entropy", "fused_linear_cross_entropy_tp"
-    language = _module("megatron.core.models.common.language_module.language_module").LanguageModule
-    gpt = _module("megatron.core.models.gpt.gpt_model").GPTModel
+    language = _import_module("megatron.core.models.common.language_module.language_module").LanguageModule
+    gpt = _import_module("megatron.core.models.gpt.gpt_model").GPTModel
     if not hasattr(gpt, "_postprocess"):
         raise ImportError("apply_liger_kernel_to_megatron(linear_cross_entropy=True) needs megatron-core 0.13 or later")
     name = "compute_language_model_loss"
     _replace(report, part, kernel, language, name, _loss_of_deferred(getattr(language, name)))
     _replace(report, part, kernel, gpt, "_postprocess", _deferring(gpt._postprocess))
-    if _module_or_none(_LINEAR[0][0]) is not None:
+    if _import_or_none(_LINEAR[0][0]) is not None:
         _replace_copies(report, _LINEAR, linear_cross_entropy, part, kernel)
 
 
-def _module(name: str) -> Any:
+def _import_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(f"apply_liger_kernel_to_megatron requires megatron-core with {name}: {error}") from error
 
 
-def _module_or_none(name: str) -> Any:
+def _import_or_none(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
         return None
 
 
-def _held(module: Any, name: str) -> Any:
+def _attribute(module: Any, name: str) -> Any:
     if not hasattr(module, name):
         raise ImportError(
             f"apply_liger_kernel_to_megatron requires {module.__name__}.{name}, which this megatron-core does not "
@@ -236,11 +236,11 @@ def _replace_copies(
 ) -> None:
     """Replace a function where it is defined, and the copies of it that other modules imported by name."""
     (defined_in, defined_as), *copies = places
-    owner = _module(defined_in)
-    original = _held(owner, defined_as)
+    owner = _import_module(defined_in)
+    original = _attribute(owner, defined_as)
     _replace(report, part, kernel, owner, defined_as, replacement)
     for module_name, name in copies:
-        module = _module_or_none(module_name)
+        module = _import_or_none(module_name)
         current = getattr(module, name, None)
         if current is not None and (current is original or is_ours(current)):
             _replace(report, part, kernel, module, name, replacement)
@@ -254,9 +254,9 @@ def _layer_norm(original: Callable) -> Callable:
     return layer_norm
 
 
-def _norm_of(original: Any) -> type:
+def _norm_builder(original: Any) -> type:
     class LayerNormImpl:
-        """Builds a norm. It is a class because Megatron takes a function for a module that is already built."""
+        """Builds a norm. It is a class because Megatron would use a function as a finished module."""
 
         def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
             build = LigerMegatronRMSNorm if getattr(config, "normalization", None) == "RMSNorm" else original
@@ -266,13 +266,13 @@ def _norm_of(original: Any) -> type:
 
 
 def _tensor_parallel_group(group: Any) -> Any:
-    """`group`, or the model's in place of None, as in Megatron's losses."""
+    """`group`, or for None the model's tensor-parallel group, as in Megatron's losses."""
     if group is not None:
         return group
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None  # one process, which has no groups
-    state = _module("megatron.core.parallel_state")
-    return _held(state, "get_tensor_model_parallel_group")(check_initialized=False)
+        return None  # a single process has no groups
+    state = _import_module("megatron.core.parallel_state")
+    return _attribute(state, "get_tensor_model_parallel_group")(check_initialized=False)
 
 
 def liger_vocab_parallel_cross_entropy(
@@ -290,7 +290,7 @@ def liger_fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target:
 
 def _swiglu(original: Any) -> Any:
     class SwiGLUFunction:
-        """Stands in for Megatron's autograd function, of which only `apply` is called."""
+        """Replaces Megatron's autograd function. Megatron calls only `apply`."""
 
         @staticmethod
         def apply(input: torch.Tensor, fp8_input_store: bool = False, cpu_offload_input: bool = False) -> torch.Tensor:
@@ -301,11 +301,11 @@ def _swiglu(original: Any) -> Any:
     return SwiGLUFunction
 
 
-# -- the output layer and the loss in one ----------------------------------------------------------------------------
+# -- output layer and loss fused -------------------------------------------------------------------------------------
 #
 # Megatron calls the output layer and passes its logits to `compute_language_model_loss`. During the `_postprocess` of a
-# model with labels, `_deferring` makes the output layer return a `DeferredLogits`, so its hooks run as usual;
-# `_loss_of_deferred` uses the hidden states and the weight. If other code reads the logits, they are computed.
+# model with labels, `_deferring` makes the output layer return a `DeferredLogits`; the layer's hooks run as usual. The
+# loss of `_loss_of_deferred` uses the hidden states and the weight. If other code reads the logits, they are computed.
 # `find_slice` decides which layers can defer; others compute their logits.
 
 
@@ -320,8 +320,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Replaces the function of this name in `megatron.core.fusions.fused_linear_cross_entropy`.
 
-    hidden: [..., hidden]; weight: [part, hidden], this rank's rows; labels: any shape, of all tokens. Returns the loss
-    in fp32, [] or one number a token with reduction="none". The gradient of `hidden` is summed over the ranks.
+    hidden: [..., hidden]; weight: [part, hidden], this rank's rows; labels: of all tokens, in any shape. Returns the
+    loss in fp32, [] or with reduction="none" [tokens]. The gradient of `hidden` is summed over the ranks.
     """
     rows, target = hidden.flatten(0, -2), labels.flatten()
     options = {"ignore_index": ignore_index, "reduction": reduction}
@@ -335,7 +335,7 @@ def linear_cross_entropy(
 class _Head:
     """The output head behind a `DeferredLogits`: one call of Megatron's output layer."""
 
-    vocab_size = None  # known only when logits are computed
+    vocab_size = None  # unknown until logits are computed
 
     def __init__(self, layer: torch.nn.Module, vocab_slice: VocabSlice, compute: Callable[[], torch.Tensor]) -> None:
         self.layer, self.slice, self._compute = layer, vocab_slice, compute
@@ -351,22 +351,22 @@ class _Head:
         """hidden: [tokens, batch, hidden], or this rank's tokens under sequence parallelism"""
         surroundings = Surroundings(hidden.device.type)
         whole = hidden
-        if self.slice.sequence_parallel:  # for the shape of the logits; its values are never read
+        if self.slice.sequence_parallel:  # `whole` has the shape of all tokens; its values are never read
             n_tokens = hidden.shape[0] * self.slice.group.size()
             whole = hidden.detach().new_zeros(1).expand(n_tokens, *hidden.shape[1:])
         return DeferredLogits(self, whole, surroundings, surroundings.dtype or hidden.dtype, head_input=hidden)
 
 
 def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`GPTModel._postprocess`, whose output layer defers its logits if there are labels."""
+    """`GPTModel._postprocess` in which the output layer defers its logits if there are labels."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def postprocess(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         layer = getattr(self, "output_layer", None)
         labels = signature.bind(self, *args, **kwargs).arguments.get("labels")
-        takes = is_ours(type(self).compute_language_model_loss) and is_megatron(layer)
-        if labels is None or not takes or not self.post_process or torch.compiler.is_compiling():
+        is_patched = is_ours(type(self).compute_language_model_loss) and is_megatron(layer)
+        if labels is None or not is_patched or not self.post_process or torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         with _deferred(layer):
             return original(self, *args, **kwargs)
@@ -376,9 +376,9 @@ def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _deferred(layer: torch.nn.Module) -> Iterator[None]:
-    """Inside the block, a call of the layer returns deferred logits."""
+    """A context in which the layer returns deferred logits."""
     if "forward" in layer.__dict__:
-        _warn("its forward was replaced (another patch)")
+        _warn_not_fused("its forward was replaced (another patch)")
         yield
         return
 
@@ -392,7 +392,7 @@ def _deferred(layer: torch.nn.Module) -> Iterator[None]:
         if runtime_gather_output or more:
             return compute(**more)
         if isinstance(vocab_slice, str):
-            _warn(vocab_slice)
+            _warn_not_fused(vocab_slice)
             return compute()
         return _Head(layer, vocab_slice, lambda: compute()[0]).deferred(input_), None
 
@@ -413,18 +413,18 @@ def _loss_of_deferred(original: Callable[..., Any]) -> Callable[..., Any]:
         if logits._parent is not None or not logits.is_deferred:
             return original(self, labels, logits.materialise(), *args, **kwargs)
         vocab_slice, hidden = logits._head.slice, logits._head_input
-        by_token = labels.transpose(0, 1).contiguous()  # [batch, tokens] -> as the hidden states
+        target = labels.transpose(0, 1).contiguous()  # [batch, tokens] -> [tokens, batch], like the hidden states
         dtype = logits._surroundings.dtype
         weight = vocab_slice.weight if dtype is None else vocab_slice.weight.to(dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             losses = linear_cross_entropy(
                 hidden if dtype is None else hidden.to(dtype),
                 weight,
-                by_token,
+                target,
                 vocab_slice.group,
                 reduction="none",
                 sequence_parallel=vocab_slice.sequence_parallel,
             )
-        return losses.view(by_token.shape).transpose(0, 1).contiguous()
+        return losses.view(target.shape).transpose(0, 1).contiguous()
 
     return compute_language_model_loss

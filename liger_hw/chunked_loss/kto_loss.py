@@ -45,7 +45,7 @@ class Labelled(NamedTuple):
         return torch.sigmoid(-self.beta * margin).sum() / inputs.n_groups
 
     def results(self, inputs: LossInputs) -> tuple[torch.Tensor, ...]:
-        """The loss, then the sums over good and over bad answers of log pi, of the logits and of the reward beta * c."""
+        """The loss, then the sums over good and over bad answers of log pi, the logits and the reward beta * c."""
         good = inputs.grouped[0] > 0
         logps, ratio = self._logps(inputs)
         values = logps, inputs.logit_sum.sum(-1), self.beta * ratio

@@ -18,7 +18,7 @@ from liger_hw.megatron import (
     LigerMegatronRMSNorm,
     LigerMegatronSwiGLU,
     _layer_norm,
-    _norm_of,
+    _norm_builder,
     _replace,
     liger_fused_vocab_parallel_cross_entropy,
     liger_vocab_parallel_cross_entropy,
@@ -253,7 +253,7 @@ def test_a_place_is_replaced_once(held):
     """A function or a class; a second call finds the first replacement."""
     place = ModuleType("place")
     place.name = held
-    for replacement in (_norm_of(held), _layer_norm(held)):
+    for replacement in (_norm_builder(held), _layer_norm(held)):
         report = PatchReport("megatron", "megatron-core")
         for state in (PATCHED, ALREADY):
             _replace(report, "part", "kernel", place, "name", replacement)
