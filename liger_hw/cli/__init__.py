@@ -1,13 +1,13 @@
-"""The command `liger-hw`. `main(argv)` runs it as a function: it returns the exit code and never exits.
+"""The command `liger-hw`. `main(argv)` runs it and returns the exit code.
 
-A sub-command is two functions in the module of its name in this package, or in the module that `HOME` gives. That
+A sub-command is two functions in the module of the same name in this package, or in the module that `HOME` gives. The
 module is imported when the command is called.
 
     NAME_arguments(parser)        fills an argparse parser
     run_NAME(arguments) -> int    runs the command: 0 is success, 1 a check that failed
 
 The docstring of `run_NAME`, or else of the module, is the command's help. `liger-hw --help` prints the texts of
-`COMMANDS`. A mistake of the user raises `UsageError`, whose message says what to do and gets the command as a prefix.
+`COMMANDS`. A mistake of the user raises `UsageError`; its message says what to do, and the command is put before it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COMMANDS = {
     "shim": "print the folder for PYTHONPATH that answers `import liger_kernel` with liger_hw",
     "hub": "print the folder from which the `kernels` package loads the layers of liger_hw",
     "check": "what a patch would change in a model, from its name or configuration, without weights",
-    "doctor": "run every op once against its reference here, and print what belongs into a bug report",
+    "doctor": "run every op once against its reference here, and print the text for a bug report",
     "estimate": "tokens/s and GiB of a model on a GPU that you may not have: Hugging Face, Liger, liger_hw",
     "plan": "activation levels of a model, the memory they take and the best mix that fits",
     "prebuild": "lock file and compiled kernels of a model in one folder, for a container image",
@@ -53,11 +53,11 @@ HOME = {
     "prebuild": "lock",
     "estimate": "plan",
 }
-"""Command -> its module, where that has another name."""
+"""Command -> its module, if that has another name."""
 
 
 class UsageError(Exception):
-    """An error that the user can correct, as its message says. The exit code is 2."""
+    """An error that the user can correct; the message says how. The exit code is 2."""
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _exit_code(argv)
         sys.stdout.flush()
-    except OSError as error:  # as `liger-hw info | head` or a full disk: Python's flush at exit must not fail too
+    except OSError as error:  # `liger-hw info | head`, a full disk, ...: Python's flush at exit must not fail too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not code and not isinstance(error, BrokenPipeError):
             print(f"liger-hw: {_one_line(error)}", file=sys.stderr)
@@ -189,7 +189,7 @@ def _dispatch(argv: list[str]) -> int:
     if env.LIGER_HW_INTERPRET:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
     parser = parser_of(name)
-    # lets options stand between the values of one argument, which argparse allows only without sub-parsers
+    # `parse_intermixed_args` allows options between the values of one argument, but no sub-parsers
     parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
     arguments = parse(argv[1:])
     try:

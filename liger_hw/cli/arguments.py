@@ -1,4 +1,4 @@
-"""Argument types of the sub-commands, whose errors say what is expected."""
+"""Argument types for the sub-commands. Their errors say what is expected."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def _number(convert: Callable[[str], T], least: float, most: float, expected: str) -> Callable[[str], T]:
-    """An argparse type: `convert(text)` between `least` and `most`."""
+def _number(convert: Callable[[str], T], minimum: float, maximum: float, expected: str) -> Callable[[str], T]:
+    """An argparse type: `convert(text)` between `minimum` and `maximum`."""
 
     def parse(text: str) -> T:
         try:
             value = convert(text.strip())
         except ValueError:
             value = None
-        if value is None or not least <= value <= most:
+        if value is None or not minimum <= value <= maximum:
             raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
         return value
 
@@ -74,7 +74,7 @@ share = _number(float, 1e-9, 1.0, "a share; write a number above 0, at most 1")
 
 
 def listed(kind: Callable[[str], T], what: str = "") -> Callable[[str], list[T]]:
-    """An argparse type: values of type `kind` joined by commas. what: an example of them"""
+    """An argparse type: values of type `kind` joined by commas. what: the values in words, for the error"""
 
     def parse(text: str) -> list[T]:
         values = [kind(word.strip()) for word in text.split(",") if word.strip()]

@@ -6,8 +6,8 @@
     liger-hw autotune --device gfx942                                    for a device that is not here, by compiling
     liger-hw autotune --device xpu                                       the same for every known Intel architecture
 
-Winners go to the user cache (docs/registry.md). `liger-hw cache export` writes a table that can be shipped. You may
-interrupt it: every measurement is kept, and `--resume` continues.
+Winners go to the user cache (docs/registry.md). `liger-hw cache export` writes a table that can be shipped. You can
+interrupt it: every measurement is stored, and `--resume` continues.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def autotune_arguments(parser: argparse.ArgumentParser) -> None:
     add("--from-misses", action="store_true", help="keys without an entry in earlier runs on this kind of device")
     add("--dtype", type=dtype_name, default="bfloat16", help="fp32, bf16 or fp16 (default bf16)")
     add = parser.add_argument_group("how").add_argument
-    spent = "stop after about this long; less is tried where time is short (default: no limit)"
-    add("--budget", type=seconds, metavar="SECONDS", help=spent)
+    limit = "stop after about this time, and try fewer candidates if it is short (default: no limit)"
+    add("--budget", type=seconds, metavar="SECONDS", help=limit)
     add("--workers", type=positive, help="compile processes (default: one less than the cores, at most 16)")
-    most = "most candidates of a kernel's first shape (default 96; 24 for all architectures of a vendor)"
-    add("--candidates", type=positive, help=most)
+    limit = "maximum number of candidates at a kernel's first shape (default 96; 24 for all architectures of a vendor)"
+    add("--candidates", type=positive, help=limit)
     add("--resume", action="store_true", help="continue an interrupted run, with its measurements")
     add("--dry-run", action="store_true", help="print what would be tuned, for any architecture without the device too")
     add("--json", action="store_true", help="print results as JSON (progress goes to stderr)")
@@ -54,22 +54,22 @@ def run_autotune(arguments: argparse.Namespace) -> int:
     if env.launcher_number("RANK", 0) != 0:
         print("liger-hw autotune: only rank 0 measures and writes", file=sys.stderr)
         return 0
-    device, absent = _device(arguments.device)
+    device, absent_targets = _device(arguments.device)
     chosen = arguments.model or arguments.shapes or arguments.from_misses
-    arguments.first = len(absent) > 1 and not chosen  # all workloads of all architectures would take a day
-    arguments.candidates = arguments.candidates or (24 if len(absent) > 1 else 96)
+    arguments.first = len(absent_targets) > 1 and not chosen  # all workloads of all architectures would take a day
+    arguments.candidates = arguments.candidates or (24 if len(absent_targets) > 1 else 96)
     if arguments.dry_run:
-        return _dry_run(arguments, device, absent)
+        return _dry_run(arguments, device, absent_targets)
     if why_not := store.unwritable():
         raise UsageError(why_not)
-    return _choose_without_device(arguments, absent) if absent else _measure(arguments, device)
+    return _choose_without_device(arguments, absent_targets) if absent_targets else _measure(arguments, device)
 
 
 # -- what to tune ----------------------------------------------------------------------------------------------------
 
 
 def _device(name: str | None) -> tuple[str, list[Target]]:
-    """(torch device to measure on, []), or ("", Targets of a device or vendor that is not in this machine).
+    """(torch device to measure on, []), or ("", Targets of the name, for a device or vendor not in this machine).
 
     Raises `UsageError`.
     """
@@ -91,7 +91,7 @@ def _device(name: str | None) -> tuple[str, list[Target]]:
     if name is None:
         raise UsageError(
             "no GPU here, so nothing can be measured. `--device rocm` (cuda, xpu, h200 ...) chooses for "
-            "one that is not here, by compiling and a model"
+            "a GPU that is not here, by compiling and a model of the time"
         )
     if name in VENDORS:
         return "", [known_target(arch) for arch in backend(name).known_archs()]
@@ -105,7 +105,7 @@ def _device(name: str | None) -> tuple[str, list[Target]]:
 
 
 def _jobs(arguments: argparse.Namespace, target: Target) -> tuple[list[Job], list[str]]:
-    """(jobs, what could not be planned)"""
+    """(jobs, errors of ops and kernels without a job)"""
     if (arguments.batch or arguments.seq) and not arguments.model:
         raise UsageError("--batch and --seq go with --model")
     if arguments.from_misses and (arguments.model or arguments.shapes):
@@ -125,18 +125,18 @@ def _jobs(arguments: argparse.Namespace, target: Target) -> tuple[list[Job], lis
             counts = ", ".join(f"{name} ({len(registry.get_op(name).tunables[0].dims)})" for name in ops)
             raise UsageError(f"no op takes these shapes or is used by these models; sizes each op takes: {counts}")
         chosen_jobs, problems = from_shapes(pairs, arguments.dtype, target)
-    in_part = set(ops) - set(names)  # ops with some kernels named
-    chosen_jobs = [job for job in chosen_jobs if job.op not in in_part or job.name in kernels]
+    partly_chosen = set(ops) - set(names)  # ops of which only some kernels are named
+    chosen_jobs = [job for job in chosen_jobs if job.op not in partly_chosen or job.name in kernels]
     if arguments.from_misses and not chosen_jobs and not problems:
         raise UsageError(f"no misses are recorded for {target.name} that have no entry yet")
     return chosen_jobs, problems
 
 
-def _dry_run(arguments: argparse.Namespace, device: str, absent: list[Target]) -> int:
+def _dry_run(arguments: argparse.Namespace, device: str, absent_targets: list[Target]) -> int:
     import torch
 
     documents = []
-    for target in absent or [target_of(torch.device(device))]:
+    for target in absent_targets or [target_of(torch.device(device))]:
         jobs, problems = _jobs(arguments, target)
         rows = []
         for job in jobs:
@@ -168,11 +168,11 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
             facts = measurer.facts()
         except (WorkerDied, WorkerError) as error:
             raise UsageError(f"the measuring process does not start on {device}: {error}") from None
-        target, pool, screen = facts["target"], None, _Progress(arguments)
+        target, pool, progress = facts["target"], None, _Progress(arguments)
         if not device.startswith("cpu"):
             workers = arguments.workers or max(1, min(16, (os.cpu_count() or 2) - 1))
             pool = stack.enter_context(CompilePool(workers, seconds=60.0))
-        jobs, problems = screen.plan(target, f"copy {facts['copy_gbs']:.0f} GB/s")
+        jobs, problems = progress.plan(target, f"copy {facts['copy_gbs']:.0f} GB/s")
         tuner = Tuner(
             target,
             measurer,
@@ -181,15 +181,15 @@ def _measure(arguments: argparse.Namespace, device: str) -> int:
             save=lambda name, entry: store.add(target, [(name, entry)]),
             known=store.lines_of(target) if arguments.resume else (),
             effort=Effort(first=arguments.candidates, later=min(36, arguments.candidates)),
-            progress=screen.update,
+            progress=progress.update,
         )
-        results = screen.run(tuner, jobs, arguments.budget)
+        results = progress.run(tuner, jobs, arguments.budget)
     if arguments.json:
         data = {"facts": {**facts, "target": target.to_json()}, "results": [r.to_json() for r in results]}
-        print(json_text({**data, "problems": problems, "interrupted": screen.interrupted}, indent=2))
+        print(json_text({**data, "problems": problems, "interrupted": progress.interrupted}, indent=2))
     failed = bool(results) and all(r.error for r in results)
     stored = f"; {sum(r.stored for r in results)} stored"
-    return screen.conclude(stored, "go on with the same command and --resume", failed)
+    return progress.conclude(stored, "continue with the same command and --resume", failed)
 
 
 # -- for a device that is not here -----------------------------------------------------------------------------------
@@ -200,13 +200,13 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list[Target])
     from ..autotune.static import MARGINS, StaticTuner
 
     needs("triton")
-    screen = _Progress(arguments)
-    screen.line(
+    progress = _Progress(arguments)
+    progress.line(
         f"{arguments.device} is not in this machine: kernels are compiled for it as far as Triton can, and ranked by a "
         "model. Nothing is measured; entries that were measured stay."
     )
     if arguments.first:
-        screen.line("Each op at the first of its workloads; --model M tunes for a model's shapes.")
+        progress.line("Each op at the first of its workloads; --model M tunes for a model's shapes.")
     documents, rows, exports = [], [], []
     deadline = time.monotonic() + (arguments.budget or math.inf)
     with CompilePool(arguments.workers or os.cpu_count() or 1, seconds=120.0) as pool:
@@ -214,17 +214,17 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list[Target])
             how, kind, margin = "compiled", "static", MARGINS["binary"]
             if backend(target.vendor).triton_target(target) is None:
                 how, kind, margin = "lowered to TTIR (no compiler for it here)", "modelled", MARGINS["ttir"]
-            kept = f"choices that should beat the heuristic by {margin:.0%} are kept as `{kind}`"
-            jobs, problems = screen.plan(target, f"{how}; {kept}")
+            rule = f"choices with a predicted gain of more than {margin:.0%} are stored as `{kind}`"
+            jobs, problems = progress.plan(target, f"{how}; {rule}")
             tuner = StaticTuner(target, pool, candidates=arguments.candidates, save=_unless_measured(target))
-            results = screen.run(tuner, jobs, (deadline - time.monotonic()) / (len(targets) - number))
+            results = progress.run(tuner, jobs, (deadline - time.monotonic()) / (len(targets) - number))
             facts = {"target": target.to_json(), "triton": store.triton_version(), "date": store.today()}
             facts |= {"margin": margin, "results": [r.to_json() for r in results], "problems": problems}
-            documents.append({"kind": "static", **facts, "interrupted": screen.interrupted})
+            documents.append({"kind": "static", **facts, "interrupted": progress.interrupted})
             rows += results
             if any(result.stored for result in results):
                 exports.append(target.arch if len(targets) > 1 else arguments.device)
-            if screen.interrupted:
+            if progress.interrupted:
                 break
     failed, stored = sum(bool(row.error) for row in rows), sum(row.stored for row in rows)
     if arguments.json:
@@ -234,11 +234,11 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list[Target])
         for name in exports:
             export = f"liger-hw cache export --device {name} -o {name}.json"
             print(f"  {export}    # here; copy it; there: liger-hw cache import {name}.json", file=sys.stderr)
-        print("  then: liger-hw autotune    # measures there, and replaces what it beats", file=sys.stderr)
-    elif not screen.interrupted and not screen.left_out:
-        print("nothing is predicted to beat the heuristics by enough, so there is nothing to ship", file=sys.stderr)
-    counts = f": of {screen.count} kernels and keys {stored} stored, {failed} failed"
-    return screen.conclude(counts, "the same command goes on, what was compiled is kept by Triton", failed > 0)
+        print("  then: liger-hw autotune    # measures there, and replaces slower entries", file=sys.stderr)
+    elif not progress.interrupted and not progress.left_out:
+        print("no predicted gain over the heuristics is large enough, so there is nothing to ship", file=sys.stderr)
+    counts = f": of {progress.count} kernels and keys {stored} stored, {failed} failed"
+    return progress.conclude(counts, "the same command continues; Triton has cached the compiled kernels", failed > 0)
 
 
 def _unless_measured(target: Target) -> Callable[[tuple, Any], bool]:
@@ -247,13 +247,13 @@ def _unless_measured(target: Target) -> Callable[[tuple, Any], bool]:
     return lambda name, entry: name not in measured and store.add(target, [(name, entry)])
 
 
-# -- what is shown ---------------------------------------------------------------------------------------------------
+# -- progress --------------------------------------------------------------------------------------------------------
 
 
 class _Progress:
     """A status line, and a plain line for each finished job.
 
-    interrupted: whether Ctrl-C ended the run; left_out: number of jobs for which the budget had no time
+    interrupted: whether Ctrl-C ended the run; left_out: number of jobs that the budget left out
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -263,8 +263,8 @@ class _Progress:
         self.count = self.total = 0
 
     def plan(self, target: Target, how: str) -> tuple[list[Job], list[str]]:
-        """Print and return (jobs of a target, what could not be planned)."""
-        self.status.update(f"{target.arch}: what its kernels launch")
+        """Print and return `_jobs` of a target."""
+        self.status.update(f"{target.arch}: tracing the launches")
         jobs, problems = _jobs(self.arguments, target)
         self.total += len(jobs)
         self.line(f"{target.name} ({target.vendor} {target.arch}), {len(jobs)} kernels and keys, {how}")
@@ -274,7 +274,7 @@ class _Progress:
         return jobs, problems
 
     def run(self, tuner: Any, jobs: list[Job], budget: float | None) -> list[Result]:
-        """The results of a tuner's run, as far as it went."""
+        """The results of a tuner's run; fewer if it is interrupted."""
         results: list[Result] = []
         try:
             for result in tuner.run(jobs, budget):
@@ -283,7 +283,7 @@ class _Progress:
                     self.left_out += 1
                 else:
                     self.count += 1
-                    self.line(f"[{self.count}/{self.total}] {_shown(result.job)}: {_outcome(result)}{self._eta()}")
+                    self.line(f"[{self.count}/{self.total}] {_job_text(result.job)}: {_outcome(result)}{self._eta()}")
         except KeyboardInterrupt:
             self.interrupted = True
         return results
@@ -307,14 +307,14 @@ class _Progress:
         print(fold(text, "    "), file=self.stream, flush=True)
 
     def update(self, job: Job, text: str) -> None:
-        self.status.update(f"[{self.count + 1}/{self.total}] {_shown(job)}: {text}{self._eta()}")
+        self.status.update(f"[{self.count + 1}/{self.total}] {_job_text(job)}: {text}{self._eta()}")
 
     def _eta(self) -> str:
-        most = math.inf if self.budget is None else self.budget - self.elapsed()
-        return time_left(self.elapsed(), self.count, self.total, most)
+        limit = math.inf if self.budget is None else self.budget - self.elapsed()
+        return time_left(self.elapsed(), self.count, self.total, limit)
 
 
-def _shown(job: Job) -> str:
+def _job_text(job: Job) -> str:
     return f"{job.name} {'x'.join(map(str, job.sizes))}"
 
 
@@ -326,8 +326,8 @@ def _outcome(result: Result) -> str:
     tried = f", {result.tried} tried" + f" ({result.failed} of them dropped)" * bool(result.failed)
     if result.evidence and not result.gain:
         return f"{result.note}, {result.heuristic_us:.1f} us by the model{tried}"
-    sure = "by the model" if result.evidence else f"noise {result.noise:.1%}"
-    sure += f"; {result.floor_share:.0%} of the floor" if result.floor_share else ""
-    times = f"{result.heuristic_us:.2f} -> {result.winner_us:.2f} us, gain {result.gain:.1%} ({sure}){tried}"
+    details = "by the model" if result.evidence else f"noise {result.noise:.1%}"
+    details += f"; {result.floor_share:.0%} of the floor" if result.floor_share else ""
+    times = f"{result.heuristic_us:.2f} -> {result.winner_us:.2f} us, gain {result.gain:.1%} ({details}){tried}"
     note = ", ".join(filter(None, ["stored" * result.stored, result.note]))
     return f"{times}, {result.seconds:.1f} s" + f", {note}" * bool(note)

@@ -1,8 +1,8 @@
-"""`liger-hw bench [OP ...]`: each op at its workloads, beside torch, torch.compile and Liger.
+"""`liger-hw bench [OP ...]`: time each op at its workloads against torch, torch.compile and Liger.
 
-Without a GPU the ops run at small sizes on torch's reference path, timed by the wall clock, only to try the command.
-After Ctrl-C, or when --budget ends, finished cases are printed and in --json FILE. In a checkout
-`python benchmarks/end_to_end.py` trains whole models.
+Without a GPU the ops run their references at small sizes, timed by the wall clock, only to try the command. After
+Ctrl-C, or when --budget ends, finished cases are printed, and written to --json FILE. In a checkout, `python
+benchmarks/end_to_end.py` trains whole models.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
             ended = f"stopped early: {stop}"
         except KeyboardInterrupt:
             ended = "stopped early: interrupted"
-    if arguments.json != "-":  # before the files, which may fail
+    if arguments.json != "-":  # printed before the file is written, since that may fail
         print(report.as_text(rows))
         print(fold(_where(facts)))
         if ended:

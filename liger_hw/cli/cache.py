@@ -24,9 +24,9 @@ from ..text import fold, json_text
 from ..text import table as text_table
 from . import UsageError, user_errors
 
-_CLEARS = {
-    "entries": "configurations that answer",
-    "misses": "keys that had no answer",
+_CLEARABLE = {
+    "entries": "configurations that launches use",
+    "misses": "keys that had no configuration",
     "quarantine": "configurations that failed at launch",
     "journal": "times of searches that have not ended, and searches that the heuristic won",
 }
@@ -54,7 +54,7 @@ def cache_arguments(parser: argparse.ArgumentParser) -> None:
     add("file", help="a table written by export, or a shipped one")
     add("--yes", action="store_true", help="import without asking (default: ask, or refuse in a script)")
     add = action(_clear, "clear", "remove stored lines", every)
-    for what, text in _CLEARS.items():
+    for what, text in _CLEARABLE.items():
         add(f"--{what}", action="store_true", help=f"{text} (default: all four)")
     add("--yes", action="store_true", help="remove without asking (default: ask, or refuse in a script)")
 
@@ -99,7 +99,7 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
 
 
 def _stale(name: tuple, entry: Any) -> str:
-    """Why an entry is never used, or ""."""
+    """Why an entry cannot be used by this version of liger_hw, or ""."""
     tunable = registry.tunables().get(f"{name[0]}.{name[1]}")
     if tunable is None:
         return "unknown kernel"
@@ -135,7 +135,7 @@ def _list(arguments: argparse.Namespace) -> int:
     if not devices:
         print(f"nothing is stored in {store.root()}")
     for device in devices:
-        counts = f"{device['quarantine']} set aside, {device['misses']} misses, {device['journal']} lines of searches"
+        counts = f"{device['quarantine']} quarantined, {device['misses']} misses, {device['journal']} lines of searches"
         print(fold(f"{device['device']}: {len(device['entries'])} entries, {counts}"))
         rows = [("kernel", "key", "kind", "us", "gain", "date", "state", "configuration")]
         for r in device["entries"]:
@@ -161,7 +161,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def health(paths: list[Path]) -> tuple[int, int, list[str], list[str]]:
-    """(lines in these files, shipped entries, problems of the files, problems of the shipped tables)."""
+    """(number of lines in these files, number of shipped entries, problems of the files, of the shipped tables)"""
     problems: list[str] = []
     outdated: list[str] = []
     stored = shipped = 0
@@ -231,7 +231,7 @@ def _import(arguments: argparse.Namespace) -> int:
     for problem in (*wrong, *refused):
         print(fold(f"left out: {problem}"))
     changes = _changes(target, importable)
-    print("\n".join([*changes, f"{len(changes)} of {offered} entries change what answers on {target.name}"]))
+    print("\n".join([*changes, f"{len(changes)} of {offered} entries change a configuration on {target.name}"]))
     where = store.file_of(target)
     if importable and not _agreed(arguments, f"import {len(importable)} entries into {where}", "imported"):
         return 1
@@ -241,7 +241,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
-    """(entries that can be used on `target`, why the others cannot)."""
+    """(entries that can be used on `target`, the reason for each other entry)"""
     importable, refused = {}, []
     for name, entry in sorted(entries.items(), key=lambda item: item[0]):
         if not (why_invalid := _stale(name, entry)):
@@ -257,7 +257,7 @@ def _importable(target: Any, entries: dict) -> tuple[dict, list[str]]:
 
 
 def _changes(target: Any, entries: dict) -> list[str]:
-    """One line for each entry that changes the configuration: before and after the import."""
+    """A line for each entry that changes a configuration, with the configurations before and after."""
     lines = []
     for name, entry in entries.items():
         now = registry.choose(registry.get_tunable(f"{name[0]}.{name[1]}"), target, name[2])
@@ -268,7 +268,7 @@ def _changes(target: Any, entries: dict) -> list[str]:
 
 
 def _clear(arguments: argparse.Namespace) -> int:
-    chosen = [what for what in _CLEARS if getattr(arguments, what)] or list(_CLEARS)
+    chosen = [what for what in _CLEARABLE if getattr(arguments, what)] or list(_CLEARABLE)
     kinds = [kind for what in chosen for kind in store.KINDS[what]]
     where = f"({', '.join(chosen)}) from {store.root()}"
     counts: dict[Path, int] = {}

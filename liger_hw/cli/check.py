@@ -57,7 +57,7 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 
 def _config(name: str) -> Any:
-    """The configuration of this name. Raises `UsageError` that names a model type that works."""
+    """The transformers config of this name. If there is none, `UsageError` suggests a model type."""
     from transformers import CONFIG_MAPPING
 
     if name in CONFIG_MAPPING:
@@ -67,7 +67,7 @@ def _config(name: str) -> Any:
         return models.published(name)
     except Exception as error:  # transformers raises many kinds: no file, no network, an unknown model type
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        plain = re.sub("[^a-z0-9]", "", name.split("/")[-1].lower())  # Qwen/Qwen3-8B begins with qwen3
+        plain = re.sub("[^a-z0-9]", "", name.split("/")[-1].lower())  # qwen38b begins with the model type qwen3
         near = [one for one in CONFIG_MAPPING if plain.startswith(re.sub("[^a-z0-9]", "", one))]
         raise UsageError(
             f"no configuration of {name!r}: {reason.rstrip('.')}. Give a config.json, a Hugging Face id, or a "
@@ -76,7 +76,7 @@ def _config(name: str) -> Any:
 
 
 def _model(config: Any) -> Any:
-    """A model without weights, of the class that the configuration names, else the causal LM of its model type."""
+    """A model without weights, of the config's class, or else the causal LM of its model type."""
     import torch
     import transformers
 

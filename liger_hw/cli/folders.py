@@ -35,7 +35,7 @@ def run_shim(arguments: argparse.Namespace) -> int:
 
 
 def hub_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", action="store_true", help="print the layers instead, each with the name it serves")
+    parser.add_argument("--layers", action="store_true", help="print the names in transformers, each with our layers")
 
 
 def run_hub(arguments: argparse.Namespace) -> int:

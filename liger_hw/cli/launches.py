@@ -1,4 +1,4 @@
-"""`explain` and `compile`: the kernels that an op launches at a shape, on a device that need not be here."""
+"""`explain` and `compile`: the kernels that an op launches at a shape, on a device, which need not be here."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
 
 def _in_words(launched: list[dict[str, Any]]) -> str:
-    """`_rms_norm_fwd_kernel of 8192 programs`; with the number of launches and the largest grid for several."""
+    """`_rms_norm_fwd_kernel of 8192 programs`; for several launches, with their number and the largest grid."""
     grids: dict[str, list[int]] = {}
     for one in launched:
         grids.setdefault(one["kernel"], []).append(math.prod(one["grid"]))
     words = []
     for kernel, sizes in grids.items():
-        times, most = f"{len(sizes)} times " * (len(sizes) > 1), "up to " * (len(set(sizes)) > 1)
-        words.append(f"{times}{kernel} of {most}{max(sizes)} programs")
+        times, up_to = f"{len(sizes)} times " * (len(sizes) > 1), "up to " * (len(set(sizes)) > 1)
+        words.append(f"{times}{kernel} of {up_to}{max(sizes)} programs")
     return " and ".join(words) or "not launched at this size"
 
 
@@ -82,11 +82,11 @@ def _why_unknown(target: Any) -> str:
     from ..runtime import triton_import as _triton
 
     if registry.interpreting():
-        return "some are not launched at every size; which ones is unknown while kernels are interpreted"
+        return "not every one is launched at every size; which ones are is unknown while kernels are interpreted"
     if target.vendor == "cpu":
-        return "on the cpu its reference in torch runs, and none is launched"
+        return "the cpu runs the op's reference in torch, and launches no kernel"
     if not _triton.AVAILABLE:
-        return "some are not launched at every size; install Triton to see which"
+        return "not every one is launched at every size; install Triton to see which ones are"
     return ""
 
 
@@ -153,7 +153,7 @@ def run_compile(arguments: argparse.Namespace) -> int:
         launches, case_of = [], {}
         for target in targets:
             for op in ops:
-                screen.update(f"{target.arch} {op.name}: what it launches")
+                screen.update(f"{target.arch} {op.name}: tracing its launches")
                 for case, launch in aot.trace_cases(op, target, arguments.depth, dtypes):
                     launches.append(launch)
                     case_of.setdefault(launch.compile_key(), case)
@@ -186,7 +186,7 @@ def _targets(names: list[str]) -> list[Any]:
 
 
 def _evidence(arguments: argparse.Namespace, targets: list, ops: list, certificates: list[Any], case_of: dict) -> dict:
-    """Versions, date and a record of each launch, from which the support pages are made."""
+    """Versions, date and a record of each launch; the support pages are made from it."""
     records = []
     for c in certificates:
         case = case_of[c.launch.compile_key()]

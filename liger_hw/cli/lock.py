@@ -19,7 +19,7 @@ from . import UsageError, needs, user_errors
 from .arguments import A_MODEL, SEQS, add_model_sizes, dtype_name, listed, positive, tokens, torch_dtype
 
 IMAGE = "/opt/liger-hw"
-"""Place of `prebuild`'s folder in an image."""
+"""Path of `prebuild`'s folder in an image."""
 
 
 def lock_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def run_lock(arguments: argparse.Namespace) -> int:
     if arguments.check is not None:
         takes = ("device", "check", "json")
         if others := [f"--{name}" for name, value in vars(arguments).items() if value and name not in takes]:
-            raise UsageError(f"--check looks at a whole lock file, and takes no {', '.join(others)}")
+            raise UsageError(f"--check reads a whole lock file, and takes no {', '.join(others)}")
         return _check(arguments, target)
     output = "liger-hw.lock" if arguments.output is None else arguments.output
     if not output:
@@ -82,7 +82,7 @@ def pin(arguments: argparse.Namespace, target: Any, output: str | Path) -> tuple
     names: dict[tuple[str, tuple], None] = {}
     pairs, screen = pairs_of(arguments), StatusLine()
     for number, (op, sizes) in enumerate(pairs):
-        screen.progress(number, len(pairs), f"{op}: what it launches")
+        screen.progress(number, len(pairs), f"{op}: tracing its launches")
         try:
             names.update(dict.fromkeys(jobs.launched(op, sizes, arguments.dtype or "bfloat16", target)))
         except Exception as error:
@@ -110,7 +110,7 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
         facts = {"file": arguments.check, "error": str(error)}
         print(json_text(facts) if arguments.json else fold(f"{arguments.check}: {error}"))
         return 1
-    if target.vendor == "cpu" and arguments.device is None:  # which launches nothing
+    if target.vendor == "cpu" and arguments.device is None:  # a CPU launches nothing
         target = _made_for(header) or target
     illegal, other, tunables = lock.unusable(target, table), 0, registry.tunables()
     for (op, variant, key), entry in table.items():
@@ -123,7 +123,7 @@ def _check(arguments: argparse.Namespace, target: Any) -> int:
         return 1 if illegal else 0
     origin = f"digest {header['digest']}, made on {header.get('device', '?')}"
     lines = [f"{arguments.check}: {len(table)} configurations, {origin}"]
-    lines += [f"{other} differ from what {target.name} would choose by itself"]
+    lines += [f"{other} differ from the configurations that {target.name} uses without the file"]
     lines += [f"not usable on {target.name}: {line}" for line in illegal]
     print(fold("\n".join(lines)))
     return 1 if illegal else 0
@@ -152,8 +152,8 @@ def run_prebuild(arguments: argparse.Namespace) -> int:
         DIR/triton/          its kernels, compiled for the device, as Triton's cache
         DIR/cache/           entries tuned on this machine for that kind of device, if any
 
-    Needs no GPU, but the image's version of Triton: another one compiles again. Prints the lines for a Dockerfile. Not
-    in it: kernels of Inductor and other libraries, and those for options that a model sets besides its sizes.
+    Needs no GPU, but the image's version of Triton: another version compiles again. Prints the lines for a Dockerfile.
+    Not included: kernels of Inductor and other libraries, and kernels for options that a model sets besides its sizes.
     """
     needs("triton")
     with user_errors():
@@ -184,10 +184,10 @@ def run_prebuild(arguments: argparse.Namespace) -> int:
 
 
 def _compile(arguments: argparse.Namespace, target: Any, folder: Path) -> tuple[int, list[str]]:
-    """(number of kernels in Triton's cache under `folder`, kernels that do not compile)."""
+    """(number of kernels compiled into Triton's cache in `folder`, the kernels that do not compile)"""
     screen, launches, pairs = StatusLine(), {}, pairs_of(arguments)
     for number, (op, sizes) in enumerate(pairs):
-        screen.progress(number, len(pairs), f"{op}: what it launches")
+        screen.progress(number, len(pairs), f"{op}: tracing its launches")
         traced = aot.trace(op, sizes, torch_dtype(arguments.dtype), target, user=True)
         launches.update({launch.compile_key(): launch for launch in traced})
     problems = []

@@ -1,4 +1,4 @@
-"""`info` and `doctor`: facts of this machine, and whether liger_hw works on it."""
+"""`info` and `doctor`: facts about this machine, and whether liger_hw works on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER_DISTRIBUTIONS = ("transformers", "liger-kernel", "intel-extension-for-pyto
 def info_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="print JSON")
-    missing = "print only what is missing to run kernels on such a GPU; exit status 1 if anything"
+    missing = "print only what is missing to run kernels on a GPU of this vendor; exit status 1 if anything is"
     add("--require", choices=[vendor for vendor in VENDORS if vendor != "cpu"], help=missing)
 
 
@@ -173,7 +173,7 @@ def as_text(facts: dict[str, Any]) -> str:
     for device in facts["devices"]:
         lines += _device_lines(device, facts["tuned"].get(device["device"], {}))
     if all(device["backend"] == "cpu" for device in facts["devices"]):
-        lines.append(("no GPU", "torch sees none: no kernel is launched, patched models run their own code"))
+        lines.append(("no GPU", "torch sees no GPU: no kernel is launched, patched models run their original code"))
     lines.append(("cache", facts["cache"]))
     if facts["lock_file"]:
         lines.append(("lock file", facts["lock_file"]))
@@ -263,7 +263,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _check_ops(device: Any) -> dict[str, str]:
-    """op -> why it disagrees with its reference, or ""; in bf16 where kernels are launched, else in fp32."""
+    """op -> why it disagrees with its reference, or ""; in bf16 on a GPU, in fp32 on a CPU."""
     import torch
 
     from ..autotune.check import against_reference

@@ -1,4 +1,4 @@
-"""`plan` and `estimate`: memory and speed of a model's training step on a device that need not be here."""
+"""`plan` and `estimate`: memory and speed of a model's training step on a device, which need not be here."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from . import UsageError, user_errors
 from .arguments import A_MODEL, dtype_name, positive, share, tokens, torch_dtype
 
 MAX = 0
-"""The value of `--seq max`."""
+"""The number for which `--seq max` stands."""
 MEASURED = "h200"
-"""The GPU on which the rates of estimates were measured."""
+"""The GPU on which the rates behind the estimates were measured."""
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +148,7 @@ def _launch(planner: Planner, prediction: Prediction) -> str:
 
 
 def _budgets(texts: list[str]) -> list[tuple[str, int]]:
-    """(name, bytes) of each --memory, else of the accelerator here."""
+    """(name, bytes) of each --memory; without one, of the accelerator here."""
     import torch
 
     if not texts and torch.accelerator.is_available():
@@ -284,20 +284,20 @@ def _too_large(arguments: argparse.Namespace, model: Model, arms: list[str]) -> 
 
 
 def _unknown(arguments: argparse.Namespace, model: Model) -> list[str]:
-    """What the estimate leaves out or assumes."""
+    """What the estimate does not include, or assumes."""
     notes = ["the data loader, logging and checkpoints", "an attention other than transformers' default"]
     if arguments.gpu != MEASURED:
-        notes.append(f"{arguments.gpu} was not timed: what an H200 reaches of its data sheet's rates stands for it")
+        notes.append(f"{arguments.gpu} was not timed: it is assumed to reach an H200's share of its data sheet's rates")
     if known_target(arguments.gpu).vendor != "cuda":
         notes.append(f"whether liger_hw gains as much on {arguments.gpu}: none of its kernels has run there")
     if arguments.batch * arguments.seq < 4096:
-        notes.append("the host's own time, which sets the pace of small batches")
+        notes.append("the host's time, which limits small batches")
     if arguments.lora:
         notes.append("the speed of LoRA, which was timed for liger_hw alone")
     if model.vocab % 8:
-        notes.append("how slow the logits' products are elsewhere, at a vocabulary that is no multiple of 8")
+        notes.append("the peers' slower products at a vocabulary that is not a multiple of 8")
     if model.experts:
-        notes.append("how tokens spread over experts, evenly here; Mixtral-8x7B's peers stand for all")
+        notes.append("how tokens spread over experts (assumed: evenly; peers as measured for Mixtral-8x7B)")
     if arguments.gpus > 1:
         notes.append("a link other than NVLink" + ", and more GPUs than the four timed" * (arguments.gpus > 4))
     return notes

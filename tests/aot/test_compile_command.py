@@ -26,7 +26,7 @@ def test_lines_and_progress(capsys, monkeypatch):
     said = capsys.readouterr()
     lines = [line for line in said.out.splitlines() if line.startswith("gfx1151")]
     assert {line.split()[-1] for line in lines} >= {"bfloat16", "float32"} and len(lines) == len(set(lines))
-    assert "gfx1151 softmax: what it launches" in said.err and f"[{len(lines)}/{len(lines)}] kernels" in said.err
+    assert "gfx1151 softmax: tracing its launches" in said.err and f"[{len(lines)}/{len(lines)}] kernels" in said.err
 
 
 def test_evidence(capsys):
