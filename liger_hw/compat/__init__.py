@@ -1,9 +1,9 @@
-"""The name `liger_kernel` for code written for Liger Kernel 0.8.5, with liger_hw behind it.
+"""A package `liger_kernel` for code written for Liger Kernel 0.8.5, which runs liger_hw.
 
     PYTHONPATH=$(liger-hw shim) python train.py      # TrainingArguments(use_liger_kernel=True), TRL, Axolotl, ...
 
-Only the folder that `liger-hw shim` prints holds a `liger_kernel`. The finder below makes its modules as they are
-imported; each looks its names up in modules of liger_hw (`MODULES`). See `refuse_to_shadow` for an installed Liger.
+The package is in the folder that `liger-hw shim` prints. `_Finder` makes its modules when they are imported. Each looks
+up its names in modules of liger_hw (`MODULES`). See `refuse_to_shadow` for an installed Liger.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .replaced import replacement
 
 NAME = "liger_kernel"
 _TRANSFORMERS = "liger_hw.transformers"
-_ABSENT = object()
+_MISSING = object()
 VERSION = "0.8.5"
-"""The version of Liger Kernel with these modules and names."""
+"""The version of Liger Kernel whose modules and names are provided."""
 PATH = Path(__file__).parent / "path"
 """The folder for PYTHONPATH."""
 MODULES = {
@@ -73,11 +73,11 @@ MODULES = {
     },
     **{f"megatron.{name}": "megatron" for name in ("cross_entropy", "monkey_patch", "rms_norm", "swiglu")},
 }
-"""Module of liger_kernel -> modules of liger_hw with its names. `homes` finds modules of single ops by their names."""
+"""Module of liger_kernel -> modules of liger_hw that have its names. `homes` adds the modules of single ops."""
 
 
 def use() -> str:
-    """`in use` if `import liger_kernel` imports this package, else `not in use` and why."""
+    """`in use` if `import liger_kernel` imports this package, else `not in use: ` and the reason."""
     try:
         file = importlib.import_module(NAME).__file__
     except ImportError as error:
@@ -86,7 +86,7 @@ def use() -> str:
 
 
 def homes(name: str) -> tuple[str, ...] | None:
-    """Modules of liger_hw with the names of `liger_kernel.<name>`; None if there is no such module."""
+    """Modules of liger_hw that have the names of `liger_kernel.<name>`; None if there is no such module."""
     group, _, op = name.partition(".")
     home: str | None
     if name in MODULES:
@@ -115,7 +115,7 @@ def _family(name: str) -> str:
 
 
 def refuse_to_shadow() -> None:
-    """Raise `ImportError` when a real liger-kernel is installed too, unless LIGER_HW_SHADOW_LIGER=1 allows it."""
+    """Raise `ImportError` if a real liger-kernel is installed too, unless LIGER_HW_SHADOW_LIGER=1 allows it."""
     real = installed()
     if real is not None and not env.LIGER_HW_SHADOW_LIGER:
         raise ImportError(
@@ -142,14 +142,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if instead:  # without `name=`, so that `from module import name` shows this message
                 raise ModuleNotFoundError(f"{fullname} is not in liger_hw's shim: {instead}")
             return None
-        # every module is a package: for a missing attribute, `from module import name` then asks for a module `name`
+        # every module is a package, so that `from module import name` looks for a submodule if the attribute is missing
         spec = importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         spec.origin = f"{homes(name)} by {__name__}"
         return spec
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__.partition(".")[2]
-        module.__doc__ = f"{module.__name__} of Liger Kernel {VERSION}, answered by liger_hw."
+        module.__doc__ = f"{module.__name__} of Liger Kernel {VERSION}, provided by liger_hw."
         if (family := _family(name)) and name not in MODULES:
             from .forwards import FamilyModule
 
@@ -160,14 +160,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _answer(module: ModuleType, name: str) -> None:
     """Let `liger_kernel.<name>` find its attributes in the modules of `homes`."""
-    behind = homes(name) or ()
+    modules = homes(name) or ()
 
     def __getattr__(attribute: str) -> Any:
         path = f"{name}.{attribute}".lstrip(".")
         is_triton_kernel = name.startswith("ops.") and attribute.endswith("_kernel")  # ours have other arguments
         if not attribute.startswith("__") and not is_triton_kernel:
-            value = _lookup(behind, attribute)
-            if value is not _ABSENT:
+            value = _lookup(modules, attribute)
+            if value is not _MISSING:
                 setattr(module, attribute, value)
                 return value
             if homes(path) is not None:  # a submodule that is not imported yet
@@ -179,34 +179,34 @@ def _answer(module: ModuleType, name: str) -> None:
         )
 
     module.__getattr__ = __getattr__  # type: ignore[method-assign]
-    module.__dir__ = lambda: sorted({*vars(module), *_public(behind)})  # type: ignore[method-assign]
-    module.__all__ = _public(behind)
+    module.__dir__ = lambda: sorted({*vars(module), *_public(modules)})  # type: ignore[method-assign]
+    module.__all__ = _public(modules)
 
 
-def _lookup(behind: tuple[str, ...], attribute: str) -> Any:
-    for home in behind:
+def _lookup(modules: tuple[str, ...], attribute: str) -> Any:
+    for home in modules:
         module = importlib.import_module(home)
         if home == _TRANSFORMERS and attribute not in {*vars(module), *module.HOME}:
             continue  # its __getattr__ looks in compat too
-        value = getattr(module, attribute, _ABSENT)
+        value = getattr(module, attribute, _MISSING)
         if isinstance(value, ModuleType) and value.__name__.startswith("liger_hw."):
-            continue  # the shim makes its own module of that name
-        if value is not _ABSENT:
+            continue  # the shim makes another module of that name
+        if value is not _MISSING:
             return value
-    return _ABSENT
+    return _MISSING
 
 
-def _public(behind: tuple[str, ...]) -> list[str]:
-    modules = map(importlib.import_module, behind)
-    names = {name for module in modules for name in getattr(module, "__all__", vars(module))}
+def _public(modules: tuple[str, ...]) -> list[str]:
+    imported = map(importlib.import_module, modules)
+    names = {name for module in imported for name in getattr(module, "__all__", vars(module))}
     return sorted(name for name in names if name.lower().startswith(("liger", "apply_liger", "autoliger")))
 
 
 def take_the_name(module: ModuleType) -> None:
-    """Called by the `liger_kernel` package on the shim's path: make its modules importable, or raise."""
+    """Make the modules of `liger_kernel` importable, or raise; called by that package in the shim's folder."""
     refuse_to_shadow()
     module.__version__ = VERSION
-    module.__path__ = []  # every module below comes from the finder
+    module.__path__ = []  # submodules come from the finder
     _answer(module, "")
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

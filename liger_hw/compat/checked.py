@@ -1,7 +1,7 @@
-"""Cross entropies under Liger Kernel's names, with two differences from liger_hw's own.
+"""Cross entropies under Liger Kernel's names, which behave as Liger's in two cases where liger_hw's do not.
 
-The cross entropy of given logits raises for a target out of bounds before the launch: programs catch the error and go
-on. The mean over no targets is zero, not nan.
+The cross entropy of logits checks targets before the launch and raises for one out of bounds, since programs catch this
+error. The mean over no targets is zero, not nan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..registry import is_capturing_or_tracing
 def _check(logits: Any, target: Any, ignore_index: Any) -> None:
     """Raise `TargetError` for a target out of bounds. Waits for the device.
 
-    Does nothing while a graph is captured or traced, for tensors without values, and for invalid arguments.
+    Checks nothing while a graph is captured or traced, for tensors without values, and for invalid arguments.
     """
     valid = isinstance(logits, torch.Tensor) and logits.dim() == 2 and isinstance(ignore_index, int)
     if is_capturing_or_tracing() or not valid or type(target) is not torch.Tensor or target.device.type == "meta":
@@ -52,7 +52,7 @@ def liger_cross_entropy(
     *options: Any,
     **named: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
-    deferred = getattr(type(input), "cross_entropy", None)  # a patched model's, where this function replaces torch's
+    deferred = getattr(type(input), "cross_entropy", None)  # logits of a patched model compute their loss
     if deferred is not None:
         return deferred(input, target, weight, size_average, ignore_index, *options, **named)
     _check(input, target, ignore_index)
@@ -76,7 +76,7 @@ def liger_fused_linear_cross_entropy(
 
 
 class LigerCrossEntropyLoss(_Loss):
-    """`liger_hw.transformers.LigerCrossEntropyLoss`, changed like `liger_cross_entropy` here."""
+    """`liger_hw.transformers.LigerCrossEntropyLoss` with the behaviour of `liger_cross_entropy` here."""
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | CrossEntropyOutput:
         _check(_input, target, self.ignore_index)
@@ -84,7 +84,7 @@ class LigerCrossEntropyLoss(_Loss):
 
 
 class LigerFusedLinearCrossEntropyLoss(_LinearLoss):
-    """The class in `liger_hw.transformers`, changed like `liger_fused_linear_cross_entropy` here."""
+    """The class in `liger_hw.transformers` with the behaviour of `liger_fused_linear_cross_entropy` here."""
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None

@@ -1,9 +1,9 @@
-"""Behind `liger_kernel.transformers.model.<family>`: forwards that programs bind to a class or a model.
+"""For `liger_kernel.transformers.model.<family>`: forwards that programs bind to a class or a model.
 
     LlamaForCausalLM.forward = lce_forward  # of liger_kernel.transformers.model.llama
 
-A family's `lce_forward` is the forward of its class in transformers with the fused loss of a patch
-(transformers/loss.py). It works for any model with an `lm_head` and the other attributes that the forward reads.
+A family's `lce_forward` is the forward of its class in transformers, with a patch's fused loss (transformers/loss.py).
+It works for any model with an `lm_head` and the other attributes that the forward reads.
 
 `Liger<X>CausalLMOutputWithPast` of `liger_kernel.transformers.model.output_classes` is `<X>CausalLMOutputWithPast` of
 transformers with two more fields, `token_accuracy` and `predicted_tokens`, None by default.
@@ -33,15 +33,15 @@ _NAMES = {
     "qwen3_5": ("lce_forward", "lce_forward_for_multimodal"),
     "qwen3_5_moe": ("lce_forward", "lce_forward_conditional_generation"),
 }
-"""Forwards of families with two: the causal LM's, the multimodal model's. Other families have one, `lce_forward`."""
+"""Family -> names of its causal LM's forward and its multimodal model's. Other families have one, `lce_forward`."""
 _FAMILIES = {"hunyuan_v1": "hunyuan_v1_dense"}
-"""Liger's module -> the family, where their names differ."""
+"""Liger's name of a family -> transformers' name, if they differ."""
 _PART = "fused_linear_cross_entropy"
 _OUTPUT = "CausalLMOutputWithPast"
 
 
 def classes_of(family: str) -> dict[str, str]:
-    """Forward of `liger_kernel.transformers.model.<family>` -> its class; empty for an unknown family."""
+    """Name of each forward in `liger_kernel.transformers.model.<family>` -> its class; empty for an unknown family."""
     spec = specs().get(_FAMILIES.get(family, family))
     models = () if spec is None else spec.models
     classes = [
@@ -51,7 +51,7 @@ def classes_of(family: str) -> dict[str, str]:
 
 
 class FamilyModule(ModuleType):
-    """`liger_kernel.transformers.model.<family>`. Assigning a forward here also assigns it to the class it is for."""
+    """`liger_kernel.transformers.model.<family>`. Assigning a forward to it also assigns the forward to its class."""
 
     def fill(self, family: str) -> None:
         modeling = importlib.import_module(specs()[_FAMILIES.get(family, family)].modeling_module)
@@ -82,7 +82,7 @@ def lce_maybe_trainable_lm_head(
 ) -> torch.Tensor | CrossEntropyOutput:
     """`LigerForCausalLMLoss` of a model's `lm_head`, for calls inside the model's forward.
 
-    Raises `ValueError` for a head whose logits do not follow from its weight alone, such as one with LoRA.
+    Raises `ValueError` for a head whose logits depend on more than its weight and bias, such as one with LoRA.
     """
     losses = []
 
@@ -107,7 +107,7 @@ def _with_fields(base: type) -> type:
 
 
 def _output(name: str) -> type | None:
-    """The class of transformers called `name`, from the module of the multimodal model that it belongs to, if any."""
+    """The output class `name` of transformers, from the module of its multimodal model or from modeling_outputs."""
     import transformers
 
     model = getattr(transformers, name.removesuffix(_OUTPUT) + "ForConditionalGeneration", None)

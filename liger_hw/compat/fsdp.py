@@ -1,4 +1,4 @@
-"""Behind `liger_kernel.transformers.fsdp`: call part of a model whose root is wrapped by FullyShardedDataParallel."""
+"""For `liger_kernel.transformers.fsdp`: calls a part of a model that FullyShardedDataParallel wraps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ..distributed.owners import redirected
 
 
 class _FSDPForwardRedirection:
-    """Calling it runs `method(*args)` inside the forward of an FSDP root, where its parameters are gathered.
+    """Runs `method(*args)` inside the forward of an FSDP root, where the root's parameters are gathered.
 
-    Raises `TypeError` for anything but a FullyShardedDataParallel.
+    Raises `TypeError` for a module that is not a FullyShardedDataParallel.
     """
 
     def __call__(self, wrapper_module: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Behind `liger_kernel.functional`: Liger Kernel's signatures and defaults over liger_hw's functions.
+"""For `liger_kernel.functional`: liger_hw's functions with Liger Kernel's signatures and defaults.
 
-`impl`, `mode` and `backend` have no effect. Other names are in `liger_hw.transformers.functional`, with `liger_` before
-them.
+`impl`, `mode` and `backend` have no effect. A name that is not defined here is `liger_<name>` of
+`liger_hw.transformers.functional`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Behind `liger_kernel.ops`: Liger Kernel's autograd functions.
+"""For `liger_kernel.ops`: Liger Kernel's autograd functions.
 
-Each class has only `apply`, with Liger's arguments in Liger's order, which calls the public function. That checks its
-arguments, also under torch.compile, which would skip the `apply` of an autograd.Function. Arguments that choose among
-Liger's implementations or allow in-place gradients have no effect.
+Each class has only `apply`, with Liger's arguments in Liger's order, which calls the public function. The public
+function checks its arguments, also under torch.compile, which would skip the `apply` of an autograd.Function. Arguments
+that choose among Liger's implementations or allow in-place gradients have no effect.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _mhc_coeffs(
 
 
 def _mlp(input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_multiplier=1.0):
-    """down(silu(gate_multiplier * gate(x)) * up(x)) * down_multiplier of three linear layers without a bias."""
+    """down(silu(gate_multiplier * gate(x)) * up(x)) * down_multiplier, with linear layers without bias."""
     gate, up = (torch.nn.functional.linear(input, weight) for weight in (gate_weight, up_weight))
     y = torch.nn.functional.linear(functional.liger_swiglu(gate, up, gate_multiplier), down_weight)
     return y if down_multiplier == 1.0 else y * down_multiplier

@@ -1,4 +1,4 @@
-"""What `liger_kernel.transformers.grpo_loss` and `liger_kernel.ops.grpo_loss` export besides `triton_grpo_loss`."""
+"""For `liger_kernel.transformers.grpo_loss` and `liger_kernel.ops.grpo_loss`: names besides `triton_grpo_loss`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["GrpoLossFunction", "fused_selective_log_softmax", "_masked_mean", "_
 def fused_selective_log_softmax(
     logits: torch.Tensor, input_ids: torch.Tensor, temperature: float = 0.9, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """log softmax(logits / temperature) of each next token: fp32 [batch, length], without gradient.
+    """log softmax(logits / temperature) at each token: fp32 [batch, length], without gradient.
 
-    logits: [batch, length + 1, vocab], of which the last position is not read; input_ids, mask: [batch, at least
-    length], of which the last `length` are used. Tokens whose mask is 0 get 0.
+    logits: [batch, length + 1, vocab]; the last position is not read. input_ids, mask: [batch, at least length]; the
+    last `length` columns are used. Tokens whose mask is 0 get 0.
     """
     length = logits.shape[1] - 1
     ids = input_ids[:, input_ids.shape[1] - length :]
@@ -51,7 +51,7 @@ def _reduce_grpo_loss(
 
 
 _ARGUMENTS = (*[*inspect.signature(triton_grpo_loss).parameters][:21], "phi_seq")
-"""Arguments of Liger's function: all of `triton_grpo_loss`'s but VESPO's parameters, then phi_seq."""
+"""Arguments of Liger's function: those of `triton_grpo_loss` without VESPO's parameters, then phi_seq."""
 
 
 class GrpoLossFunction:

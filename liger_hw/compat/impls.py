@@ -1,4 +1,4 @@
-"""Behind `liger_kernel.set_impl` and `ops.backends.registry`: a choice of an implementation, without effect."""
+"""For `liger_kernel.set_impl` and `ops.backends.registry`: choosing an implementation, which has no effect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 __all__ = ["available_backends", "available_impls", "get_backend", "get_impl", "set_backend", "set_impl"]
 
 IMPL_REGISTRY: dict[str, Any] = {}
-"""Axolotl reads it."""
+"""Always empty; Axolotl reads it."""
 
 _chosen: list[str | None] = [None]
 

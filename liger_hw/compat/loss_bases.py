@@ -1,6 +1,6 @@
-"""Behind `liger_kernel.chunked_loss.fused_linear_*`: Liger's base classes for custom chunked losses.
+"""For `liger_kernel.chunked_loss.fused_linear_*`: Liger's base classes for custom chunked losses.
 
-A subclass defines a loss of log-probabilities or logits, and a `forward` and `backward` that call the base's:
+A subclass defines a loss of log-probabilities or logits, and a `forward` and `backward` that call the base class's:
 
     class HingeFunction(LigerFusedLinearPreferenceBase):
         @staticmethod
@@ -18,9 +18,9 @@ A subclass defines a loss of log-probabilities or logits, and a `forward` and `b
 
     loss, metrics = HingeFunction.apply(hidden_states, weight, labels)
 
-The function is called for each chunk of the batch and returns the chunk's share of the loss, divided by sizes of the
-full tensors. Its metrics are summed over the chunks if they are scalars, else concatenated. Gradients of a chunk are
-computed before the next one starts. `compiled` has no effect. docs/losses.md has more.
+The loss function is called for each chunk of the batch and returns the chunk's part of the loss, a sum divided by sizes
+of the full tensors. Metrics are summed over the chunks if they are scalars, else concatenated. Gradients of a chunk are
+computed before the next chunk starts. `compiled` has no effect. docs/losses.md has more.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from ..kernels.losses.loss_gradient import scale_gradient
 from ..runtime.operator import check, check_indices, first_order
 
 Chunk = list[slice]
-"""Slices of the batch that form a chunk: one, or two for pairs, of chosen and of rejected sequences."""
+"""The slices of the batch that form a chunk: one, or for pairs two (chosen and rejected sequences)."""
 
 
 def _chunks(n: int, count: int, offsets: Sequence[int] = (0,)) -> list[Chunk]:
-    """Split 0..n into `count` chunks as torch.chunk does; a chunk has a slice for each offset, shifted by it."""
+    """Split range(n) into `count` chunks as torch.chunk does. A chunk has its slice shifted by each of `offsets`."""
     size = max(1, -(-n // max(1, count)))
     starts = range(0, max(1, n), size)
     return [[slice(at + start, at + min(start + size, n)) for at in offsets] for start in starts]
 
 
 def _rows(t: Any, chunk: Chunk) -> Any:
-    """A chunk's rows of a tensor; None for None."""
+    """The rows of a tensor that belong to a chunk; None for None."""
     if t is None:
         return None
     return t[chunk[0]] if len(chunk) == 1 else torch.cat([t[rows] for rows in chunk])
@@ -95,20 +95,20 @@ def _sum_of_chunks(
 
 
 def _loss_and_gradients(leaves: tuple, chunk_loss: Callable[..., Any], chunk: Chunk) -> tuple[tuple, list]:
-    """((loss, *metrics) of a chunk, the gradient of each leaf or None if not required), all without a graph."""
+    """((loss, *metrics) of a chunk, the gradient of each leaf or None if not required), detached."""
     trained = [t for t in leaves if t is not None and t.requires_grad]
     with torch.enable_grad():
         loss, metrics = chunk_loss(chunk, *leaves)
     if trained and loss.requires_grad:
         computed = iter(torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True))
-    else:  # the loss depends on no leaf
+    else:  # the loss does not depend on a leaf
         computed = iter([torch.zeros_like(t) for t in trained])
     gradients = [next(computed) if t is not None and t.requires_grad else None for t in leaves]
     return tuple(t.detach() for t in (loss, *metrics)), gradients
 
 
 def _backward(bias_place: int, count: int) -> Any:
-    """The `backward` of a base class: the saved gradients of its arguments times the loss's incoming gradient.
+    """The `backward` of a base class: multiplies the saved gradients by the loss's incoming gradient.
 
     bias_place: index of the bias among the `count` arguments; input and weight are the first two
     """
@@ -158,11 +158,11 @@ class _Base(torch.autograd.Function):
 
 
 class LigerFusedLinearPreferenceBase(_Base):
-    """A loss over pairs. A batch holds all chosen sequences, then the rejected ones.
+    """A loss over pairs. A batch has all chosen sequences, then the rejected ones.
 
     The loss is alpha * nll + preference_loss_fn(chosen_logps [pairs of the chunk], rejected_logps, full_target,
-    beta=beta, **loss_kwargs); the function returns it or (loss, *metrics), and gets ref_chosen_logps and
-    ref_rejected_logps too with use_ref_model. nll is the mean over the chosen sequences' tokens, if compute_nll_loss.
+    beta=beta, **loss_kwargs). preference_loss_fn returns its part or (part, *metrics). With use_ref_model it also gets
+    ref_chosen_logps and ref_rejected_logps. nll: the mean over the chosen sequences' tokens, 0 without compute_nll_loss
     """
 
     @staticmethod
@@ -232,8 +232,8 @@ class LigerFusedLinearPreferenceBase(_Base):
 class LigerFusedLinearUnpairedPreferenceBase(_Base):
     """A loss over single sequences, each good or bad.
 
-    The loss is preference_loss_fn(log_probs [sequences of the chunk], preference_labels [the same], full_target,
-    **loss_kwargs); the function returns it or (loss, *metrics), and gets ref_log_prob_chunk too with use_ref_model.
+    The loss is preference_loss_fn(log_probs [sequences of the chunk], preference_labels [the same shape], full_target,
+    **loss_kwargs), which returns it or (loss, *metrics), and with use_ref_model also gets ref_log_prob_chunk.
     """
 
     @staticmethod
@@ -287,7 +287,7 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
 
 
 class LigerFusedLinearDistillationBase(_Base):
-    """A student's head trained on a teacher's head and on true labels.
+    """A loss that trains a student's head on a teacher's head and on labels.
 
     The loss is (weight_hard_loss * hard + weight_soft_loss * soft) / number of rows that are not ignored. hard: the sum
     of the cross entropy with the labels. soft: distillation_loss_fn(student_logits [rows of the chunk, vocab],
@@ -317,7 +317,7 @@ class LigerFusedLinearDistillationBase(_Base):
         return_soft_hard_loss=False,
         **loss_kwargs,
     ):
-        """student_input, teacher_input: [rows, hidden], hidden may differ; target: [rows]; chunk_size: rows in a chunk.
+        """student_input, teacher_input: [rows, hidden of each]; target: [rows]; chunk_size: rows in a chunk.
 
         Returns the loss; with return_soft_hard_loss (loss, soft, hard), where only the loss is differentiable.
         """
@@ -351,11 +351,11 @@ class LigerFusedLinearDistillationBase(_Base):
 
 
 class LigerFusedLinearPPOBase(_Base):
-    """A policy loss of the log-probabilities of chosen tokens.
+    """A policy loss of the log-probabilities of the selected tokens.
 
     ppo_loss_fn returns (loss, metrics). Its keywords are per_token_logps [sequences of the chunk, length]; the chunk's
     attention_mask, advantages, ref_per_token_logps, old_per_token_logps and vllm_is_ratio (the last three may be None);
-    full_attention_mask [batch, length]; and the loss options of `forward`, from epsilon_low on.
+    full_attention_mask [batch, length]; and the loss's options, the arguments of `forward` from epsilon_low on.
     """
 
     @staticmethod
@@ -448,9 +448,9 @@ class LigerFusedLinearPPOBase(_Base):
 
     @staticmethod
     def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):
-        """The denominator of DAPO, CISPO and VESPO: the mean number of tokens of a process, at least 1.
+        """The denominator of DAPO, CISPO and VESPO: tokens per process, averaged over processes, at least 1.
 
-        num_items_in_batch: the number of tokens of all processes; None sums the masks over torch.distributed.
+        num_items_in_batch: the number of tokens of all processes; None sums the masks over torch.distributed
         """
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if num_items_in_batch is not None:

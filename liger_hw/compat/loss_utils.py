@@ -1,4 +1,4 @@
-"""Behind `liger_kernel.transformers.model.loss_utils`: a causal LM's loss, for forwards that programs write."""
+"""For `liger_kernel.transformers.model.loss_utils`: a causal LM's loss, for forwards that programs define."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def LigerForCausalLMLoss(
     return_predicted_tokens: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
-    """The loss of predicting each next token, without logits. Unknown keywords are ignored.
+    """The loss of predicting each next token, without storing logits. Unknown keywords are ignored.
 
-    hidden_states: [..., tokens, hidden_size]; labels: [..., tokens], which are shifted here; shift_labels: shifted
-    labels; num_items_in_batch: divides the sum over tokens; None for the mean
+    hidden_states: [..., tokens, hidden_size]; labels: [..., tokens], shifted here; shift_labels: labels that are
+    shifted already; num_items_in_batch: divides the sum over tokens; None for the mean
     """
     if shift_labels is None:
         shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
@@ -59,7 +59,7 @@ def fixed_fused_linear_cross_entropy(
     return_predicted_tokens: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
-    """Loss of hidden_states [n, hidden] for target [n]: the mean, or the sum over num_items_in_batch."""
+    """Loss of hidden_states [n, hidden] for target [n]: the mean, or the sum divided by num_items_in_batch."""
     result = liger_fused_linear_cross_entropy(
         hidden_states,
         lm_head_weight,
@@ -81,7 +81,7 @@ def fixed_fused_linear_cross_entropy(
 
 
 def unpack_cross_entropy_result(result: Any) -> tuple:
-    """(loss, z_loss, token_accuracy, predicted_tokens) of a cross entropy's result, None for those it does not have."""
+    """(loss, z_loss, token_accuracy, predicted_tokens) of a cross entropy's result, None for missing values."""
     if isinstance(result, CrossEntropyOutput):
         return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
     values = result if isinstance(result, tuple) else (result,)

@@ -1,4 +1,4 @@
-"""Liger Kernel's layers for single model families, which programs written for Liger construct by name."""
+"""Liger Kernel's layers for single model families, for programs that construct them by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..kernels.norms.rms_norm import LigerRMSNorm
-from ..kernels.pointwise.fused_gate_up_swiglu import LigerPhi3SwiGLUMLP as LigerPhi3SwiGLUMLP  # named alike in both
+from ..kernels.pointwise.fused_gate_up_swiglu import LigerPhi3SwiGLUMLP as LigerPhi3SwiGLUMLP  # the same in Liger
 from ..kernels.pointwise.geglu import LigerGEGLUMLP
 from ..kernels.pointwise.swiglu import LigerSwiGLUMLP, check_silu, liger_swiglu
 from ..kernels.rotary.llama4_rope import liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb
@@ -54,7 +54,7 @@ class LigerRMSNormForGemma3(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
-    """Gemma 4's norm. with_scale=False: without a weight; `dim` is then not needed."""
+    """Gemma 4's norm. with_scale: False for a norm without a weight, which needs no `dim`"""
 
     def __init__(
         self, dim=None, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True
@@ -108,7 +108,7 @@ class LigerBlockSparseTop2MLP(torch.nn.Module):
 
 
 class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
-    """Falcon H1's: the gate's and the result's multipliers come from the config (`mlp_multipliers`)."""
+    """Falcon H1's gated MLP; the config has multipliers of the gate and of the result (`mlp_multipliers`)."""
 
     def __init__(self, config) -> None:
         super().__init__(config)
@@ -116,7 +116,7 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = liger_swiglu(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
-        return self.down_proj(hidden) * self.down_multiplier  # after the projection, whose bias it multiplies too
+        return self.down_proj(hidden) * self.down_multiplier  # multiplies the projection's bias too
 
 
 LigerMLP = LigerSwiGLUMLP
@@ -124,7 +124,7 @@ LigerFalconH1MLP = LigerFalconH1SwiGLUMLP
 
 
 def liger_rotary_pos_emb_gpt_oss(q, k, cos, sin) -> tuple:
-    """`liger_rope` of whole heads with one cosine and sine for each pair, as in GPT-OSS."""
+    """`liger_rope` for GPT-OSS, where all columns of a head rotate, with one cosine and sine for each pair."""
     return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=q.shape[-1])
 
 
@@ -139,7 +139,7 @@ def apply_liger_llama4_rope_full(modeling_module) -> None:
 
 @dataclass
 class LigerFusedNeighborhoodAttentionConfig:
-    """The arguments of `LigerFusedNeighborhoodAttentionLayer` by name; `to_dict()` gives them."""
+    """The arguments of `LigerFusedNeighborhoodAttentionLayer`; `to_dict()` returns them by name."""
 
     hidden_size: int = 768
     num_heads: int = 12

@@ -1,6 +1,6 @@
-"""Behind `liger_kernel.transformers.monkey_patch`: helpers by which programs patch single modules.
+"""For `liger_kernel.transformers.monkey_patch`: helpers with which programs patch single modules.
 
-Unlike `liger_hw.patch(model)`, they do not compare the module's results with Liger's layer.
+Unlike `liger_hw.patch(model)`, they do not test whether the kernel computes the same as the module.
 """
 
 from __future__ import annotations

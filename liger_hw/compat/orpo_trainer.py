@@ -1,4 +1,4 @@
-"""Behind `liger_kernel.transformers.trainer`: TRL's ORPO trainer without logits. Only this class imports TRL."""
+"""For `liger_kernel.transformers.trainer`: TRL's ORPO trainer without logits. TRL is imported for the class only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..transformers.loss import OutputHead, head_path, viewed_with
 __all__ = ["LigerORPOTrainer"]  # noqa: F822, by __getattr__
 _METRICS = "logps/chosen logps/rejected logits/chosen logits/rejected nll_loss rewards/chosen rewards/rejected".split()
 _METRICS += ["log_odds_ratio", "log_odds_chosen"]
-"""Names of the loss's metrics, in its order."""
+"""Names of the loss's metrics, in order."""
 
 
 class _FusedORPO:
@@ -27,7 +27,7 @@ class _FusedORPO:
     def concatenated_forward(self: Any, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, tuple]:
         """(loss, metrics) of `LigerFusedLinearORPOLoss`, computed inside the forward of the model's wrapper.
 
-        Raises `ValueError` for an encoder-decoder, a router's loss, and logits that are more than the head's product.
+        Raises `ValueError` for an encoder-decoder, a router's loss, and logits that are not just the head's output.
         """
         if self.is_encoder_decoder:
             raise ValueError("LigerORPOTrainer: takes decoders alone; use TRL's ORPOTrainer for an encoder-decoder")
@@ -64,8 +64,8 @@ class _FusedORPO:
 
 
 def _head_and_hidden(causal: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> tuple[nn.Linear, torch.Tensor]:
-    """(output head of a causal LM, its input). Raises `ValueError` if the logits are more than the head's product: the
-    forward runs on deferred logits, which record operations on them."""
+    """(output head of a causal LM, its input). Raises `ValueError` if the logits are not just the head's output: the
+    forward runs with deferred logits, which record operations on them."""
     head = causal.get_output_embeddings()
     if type(head) is nn.Linear:
         view = viewed_with(causal, head_path(causal), OutputHead(head, fused=False))

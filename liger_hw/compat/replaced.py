@@ -1,4 +1,4 @@
-"""What to use instead of modules and names of Liger Kernel that are not here."""
+"""Replacements for modules and names of Liger Kernel that are not here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPLACED = {
     ),
     r"env_report(\..*)?": "run `liger-hw doctor`",
 }
-"""Modules and names of Liger Kernel that are not here (a pattern of `module.name`) -> what to use instead."""
+"""Pattern of `module.name` for modules and names of Liger Kernel that are not here -> what to use instead."""
 
 
 def replacement(name: str) -> str | None:

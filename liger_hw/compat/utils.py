@@ -1,4 +1,4 @@
-"""Behind `liger_kernel.utils` and `liger_kernel.ops.utils`: helpers for code with kernels of its own."""
+"""For `liger_kernel.utils` and `liger_kernel.ops.utils`: helpers for programs that define kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_hip() -> bool:
 
 
 def infer_device() -> str:
-    """torch's device type for this machine's accelerator: "cuda" (NVIDIA and AMD), "xpu", or "cpu"."""
+    """torch's device type of this machine's accelerator: "cuda" (NVIDIA and AMD), "xpu", or "cpu" without one."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if accelerator is None else accelerator.type
 
@@ -40,7 +40,7 @@ def infer_comm_backend() -> str:
 
 
 def device_context(device: torch.device) -> Any:
-    """A context manager that makes `device` the current one of its type; without effect for the CPU."""
+    """A context manager that makes `device` the current device; no effect for the CPU."""
     kind = torch.device(device).type
     return nullcontext() if kind == "cpu" else torch.get_device_module(kind).device(device)
 
@@ -63,8 +63,8 @@ def calculate_settings(n: int) -> tuple[int, int]:
     block = 1 << max(n - 1, 0).bit_length()
     if block > 65536:
         raise RuntimeError(f"calculate_settings: rows of {n} elements do not fit one block of 65536")
-    for least, warps in ((32768, 16 if is_hip() else 32), (8192, 16), (2048, 8)):
-        if block >= least:
+    for minimum, warps in ((32768, 16 if is_hip() else 32), (8192, 16), (2048, 8)):
+        if block >= minimum:
             return block, warps
     return block, 4
 
@@ -85,7 +85,7 @@ def get_amp_custom_fwd_bwd() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("amp_custom_fwd", "amp_custom_bwd"):  # they ask for the device, so not when this module is imported
+    if name in ("amp_custom_fwd", "amp_custom_bwd"):  # made on first use, since they need the device type
         return get_amp_custom_fwd_bwd()[name == "amp_custom_bwd"]
     if name != "torch_to_triton_dtype":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Liger Kernel's name on liger_hw's kernels; see liger_hw/compat. On the path only where `liger-hw shim` put it."""
+"""Liger Kernel's names for liger_hw's kernels; see liger_hw/compat. `liger-hw shim` prints this package's folder."""
 
 import sys
 
