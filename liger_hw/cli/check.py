@@ -57,7 +57,7 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 
 def _config(name: str) -> Any:
-    """The transformers config of this name. If there is none, `UsageError` suggests a model type."""
+    """The transformers config of this name. Without one, `UsageError` suggests a model type."""
     from transformers import CONFIG_MAPPING
 
     if name in CONFIG_MAPPING:

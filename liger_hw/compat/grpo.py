@@ -51,7 +51,7 @@ def _reduce_grpo_loss(
 
 
 _ARGUMENTS = (*[*inspect.signature(triton_grpo_loss).parameters][:21], "phi_seq")
-"""Arguments of Liger's function: those of `triton_grpo_loss` without VESPO's parameters, then phi_seq."""
+"""Arguments of Liger's function: as for `triton_grpo_loss`, without VESPO's parameters, then phi_seq."""
 
 
 class GrpoLossFunction:
