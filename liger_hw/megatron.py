@@ -218,13 +218,13 @@ def _attribute(module: Any, name: str) -> Any:
 
 
 def _replace(report: PatchReport, part: str, kernel: str, owner: Any, name: str, replacement: Any) -> None:
-    where = f"{owner.__name__}.{name}"
+    path = f"{owner.__name__}.{name}"
     if is_ours(getattr(owner, name)):
-        report.rows.append(PatchRow(part, where, kernel, ALREADY))
+        report.rows.append(PatchRow(part, path, kernel, ALREADY))
         return
     mark(replacement, part, kernel)
     replacement.__wrapped__ = getattr(owner, name)
-    report.change(PatchRow(part, where, kernel, PATCHED), Patch(owner, name, replacement))
+    report.change(PatchRow(part, path, kernel, PATCHED), Patch(owner, name, replacement))
 
 
 def _replace_copies(
@@ -306,7 +306,7 @@ def _swiglu(original: Any) -> Any:
 # Megatron calls the output layer and passes its logits to `compute_language_model_loss`. During the `_postprocess` of a
 # model with labels, `_deferring` makes the output layer return a `DeferredLogits`; the layer's hooks run as usual. The
 # loss of `_loss_of_deferred` uses the hidden states and the weight. If other code reads the logits, they are computed.
-# `find_slice` decides which layers can defer; others compute their logits.
+# `find_slice` decides which layers can defer; other layers compute logits.
 
 
 def linear_cross_entropy(

@@ -57,12 +57,12 @@ def function_of(module: type[LossModule], required: str, optional: str, **defaul
     """
     name = module.__name__.removesuffix("Loss") + "Function"
     options = {field.name: field.default for field in fields(module)} | defaults
-    known = {argument: options.get(argument) for argument in optional.split()}
-    names, forward_names = [*required.split(), *known], {"weight": "lin_weight"}
+    with_default = {argument: options.get(argument) for argument in optional.split()}
+    names, forward_names = [*required.split(), *with_default], {"weight": "lin_weight"}
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         positional = dict(zip(names, args))
-        arguments = {**known, **positional, **kwargs}
+        arguments = {**with_default, **positional, **kwargs}
         if len(args) > len(names) or len(arguments) != len(names) or any(key in positional for key in kwargs):
             apply.__signature__.bind(*args, **kwargs)  # raises TypeError, which names the wrong argument
         tensors = {forward_names.get(key, key): value for key, value in arguments.items() if key not in options}
@@ -70,6 +70,6 @@ def function_of(module: type[LossModule], required: str, optional: str, **defaul
         return module(**used).forward(**tensors)
 
     kind = Parameter.POSITIONAL_OR_KEYWORD
-    apply.__signature__ = Signature([Parameter(n, kind, default=known.get(n, Parameter.empty)) for n in names])
+    apply.__signature__ = Signature([Parameter(n, kind, default=with_default.get(n, Parameter.empty)) for n in names])
     body = {"__doc__": f"`{module.__name__}` as a function.", "__module__": module.__module__}
     return type(name, (LossFunction,), {**body, "apply": staticmethod(apply)})

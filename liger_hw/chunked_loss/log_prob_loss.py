@@ -4,10 +4,10 @@ A loss (DPO, KTO, GRPO, ...) is a function of the log-probabilities of the targe
 
     d loss / d logits[t] = c[t] * ([token = target[t]] - softmax(logits[t])),   c[t] = d loss / d logp[t]
 
-and c[t] depends only on the tokens of t's *group*: the pair of sequences of a preference loss, one sequence (KTO,
+and c[t] depends only on the tokens in the *group* of t: the pair of sequences of a preference loss, one sequence (KTO,
 sequence-level importance sampling), or the token alone (GRPO). For a chunk of whole groups, one GEMM computes the
-logits, a row kernel the log-probabilities, a few torch operations on [groups, tokens] tensors c, a second row kernel
-overwrites the logits with their gradient, and two GEMMs compute the gradients of x and weight.
+logits and a row kernel the log-probabilities; a few torch operations on [groups, tokens] tensors compute c; a second
+row kernel overwrites the logits with their gradient, and two GEMMs compute the gradients of x and weight.
 
 A group that is too large for the memory budget is divided into chunks of tokens. Then a first sweep computes all
 log-probabilities, and a second sweep, after c, computes the logits again: a fourth GEMM.
@@ -125,7 +125,7 @@ class _Rows:
             self.out.logp[rows].masked_fill_(~self.first_counts[rows], 0.0)
 
     def write_gradient(self, logits: torch.Tensor, start: int, second_coef: torch.Tensor | None) -> None:
-        """Overwrite the logits with their gradient. second_coef: the part of `coef` that is the second target's."""
+        """Overwrite the logits with their gradient. second_coef: the second targets' part of `coef`."""
         rows = slice(start, start + logits.shape[0])
         call = {"bias": self.bias, "row_start": start, "plain": self._plain}
         row_log_prob_gradients(logits, self.target, self.out, self.coef, self._options, **call)
@@ -169,7 +169,7 @@ class _Groups(NamedTuple):
         )
 
     def fill_coef(self, loss: Any, rows: _Rows, scale: float, first: int, last: int) -> torch.Tensor | None:
-        """Fill `rows.coef` for the groups first to last - 1. Returns the part of it that is the second targets'."""
+        """Fill `rows.coef` for the groups first to last - 1. Returns the second targets' part of it."""
         inputs = self.inputs(rows, first, last)
         logps = [inputs.logp] if inputs.second is None else [inputs.logp, inputs.second]
 
@@ -260,13 +260,13 @@ class ChunkedLossFunction(Function):
     @staticmethod
     @first_order
     def backward(ctx, grad_loss, *_not_differentiable):
-        others = (None,) * (len(ctx.needs_input_grad) - 3)
+        no_gradients = (None,) * (len(ctx.needs_input_grad) - 3)
         if grad_loss is None:
-            return None, None, None, *others
+            return None, None, None, *no_gradients
         if ctx.scale != 1.0:
             grad_loss = grad_loss / ctx.scale
         dx, dweight, dbias = scale_gradients(ctx.saved_tensors, ctx.needs, grad_loss, absent(grad_loss))
-        return None if dx is None else dx.view(ctx.shape), dweight, dbias, *others
+        return None if dx is None else dx.view(ctx.shape), dweight, dbias, *no_gradients
 
 
 def run_loss(

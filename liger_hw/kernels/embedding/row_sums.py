@@ -193,16 +193,16 @@ def _embedding_join_kernel(
         cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         col_mask = cols < n_cols
         total = tl.load(Later_ptr + chunk * n_cols + cols, mask=col_mask, other=0.0)
-        first = chunk + 1
-        more = first >= 0  # true
-        while more:
-            chunks = first + tl.arange(0, BLOCK_M)
+        first_chunk = chunk + 1
+        continues = first_chunk >= 0  # true, as a tensor
+        while continues:
+            chunks = first_chunk + tl.arange(0, BLOCK_M)
             starts = chunks * CHUNK
             same = tl.load(Sorted_ptr + starts, mask=starts < n_tokens, other=-1).to(tl.int64) == row
             ptrs = Earlier_ptr + chunks[:, None] * n_cols + cols[None, :]
             total += tl.sum(tl.load(ptrs, mask=same[:, None] & col_mask[None, :], other=0.0), axis=0)
-            more = tl.sum(same.to(tl.int32), axis=0) == BLOCK_M
-            first += BLOCK_M
+            continues = tl.sum(same.to(tl.int32), axis=0) == BLOCK_M
+            first_chunk += BLOCK_M
         out = DW_ptr + row * n_cols + cols
         if ACCUMULATE:
             total += tl.load(out, mask=col_mask, other=0.0).to(tl.float32)

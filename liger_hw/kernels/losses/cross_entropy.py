@@ -3,12 +3,12 @@
 For a row with logits s, target y, class weights w (1 if absent), smoothing e and lse = log(sum(exp(s))):
     loss = (1 - e) * w[y] * (lse - s[y]) + e / n_cols * sum_c w[c] * (lse - s[c])  +  lse_square_scale * lse^2
 A softcap replaces s by softcap * tanh(s / softcap) first. The last term is the z-loss, which has no class weight.
-    none  the loss of every row      sum  their sum
-    mean  the sum divided by the sum of w[y] (torch's rule), the z-loss by the number of rows that count; 0 / 0 is nan
+    none  the loss of every row      sum  the sum over rows
+    mean  the sum divided by sum(w[y]), as in torch, and the z-loss's sum by the number of counted rows; 0 / 0 is nan
 Rows whose target is ignore_index have no loss and a gradient of exactly zero. Everything is computed in fp32.
 
-The forward sweeps a row twice (softmax_rows.py): for lse, then for the gradient, which goes to a new buffer and is all
-that is saved. Backward multiplies it by the incoming gradient (loss_gradient.py). In fp16 backward also divides by the
+The forward sweeps a row twice (softmax_rows.py): for lse, then for the gradient. Saved for backward: the gradient, in a
+new buffer. Backward multiplies it by the incoming gradient (loss_gradient.py). In fp16 backward also divides by the
 mean's denominator: in the forward p / n_rows would underflow, because the loss scale is applied only in backward.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867;

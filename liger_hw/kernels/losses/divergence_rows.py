@@ -171,7 +171,7 @@ def _divergence_tile(
     GO_ptr,
     TERM_ptr,
     DX_ptr,
-    at,
+    row_offset,
     cols,
     n_cols,
     total,
@@ -189,18 +189,18 @@ def _divergence_tile(
     f, g = divergence_of(x.to(tl.float32), y.to(tl.float32), beta, eps, KIND, FAST_LOG2)
     total += tl.where(mask, f, 0.0)
     if TERM_ptr is not None:
-        tl.store(TERM_ptr + at + cols, f.to(TERM_ptr.dtype.element_ty), mask=mask)
+        tl.store(TERM_ptr + row_offset + cols, f.to(TERM_ptr.dtype.element_ty), mask=mask)
     if DX_ptr is not None:
         if GO_ptr is not None:
             g *= tl.load(GO_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(DX_ptr + at + cols, (g * slope).to(DX_ptr.dtype.element_ty), mask=mask)
+        tl.store(DX_ptr + row_offset + cols, (g * slope).to(DX_ptr.dtype.element_ty), mask=mask)
     return total
 
 
 @triton.jit
-def _store_zeros(PTR, at, cols, n_cols):
+def _store_zeros(PTR, row_offset, cols, n_cols):
     if PTR is not None:
-        tl.store(PTR + at + cols, tl.zeros(cols.shape, dtype=PTR.dtype.element_ty), mask=cols < n_cols)
+        tl.store(PTR + row_offset + cols, tl.zeros(cols.shape, dtype=PTR.dtype.element_ty), mask=cols < n_cols)
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -239,7 +239,7 @@ def _divergence_kernel(
     head = row_head(row * X_row_stride, VECTOR)
     X_ptr += body_start(row * X_row_stride, head, VECTOR)
     Y_ptr += body_start(row * Y_row_stride, head, VECTOR)
-    at = body_start(row * n_cols, head, VECTOR)
+    row_offset = body_start(row * n_cols, head, VECTOR)
     if GO_ptr is not None:
         GO_ptr += body_start(row * GO_row_stride, head, VECTOR)
     n_body = body_width(n_cols, head, VECTOR)
@@ -255,14 +255,14 @@ def _divergence_kernel(
     for start in tl.range(part * BLOCK_SIZE, stop, step, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_SIZE)
         total = _divergence_tile(
-            X_ptr, Y_ptr, GO_ptr, TERM_ptr, DX_ptr, at, cols, n_body, total, slope, beta, eps,
+            X_ptr, Y_ptr, GO_ptr, TERM_ptr, DX_ptr, row_offset, cols, n_body, total, slope, beta, eps,
             KIND, LOAD_HINT, FAST_LOG2,
         )  # fmt: skip
     if VECTOR > 1:
         edge = edge_columns(head, n_body, n_cols, VECTOR)
         n_right = tl.where((part == 0) & counts, n_cols - head, -VECTOR)  # -VECTOR masks all columns
         edge_total = _divergence_tile(
-            X_ptr, Y_ptr, GO_ptr, TERM_ptr, DX_ptr, at, edge, n_right, tl.zeros([2 * VECTOR], dtype=tl.float32),
+            X_ptr, Y_ptr, GO_ptr, TERM_ptr, DX_ptr, row_offset, edge, n_right, tl.zeros([2 * VECTOR], dtype=tl.float32),
             slope, beta, eps, KIND, "", FAST_LOG2,
         )  # fmt: skip
     if SUM_ptr is not None:
@@ -274,12 +274,12 @@ def _divergence_kernel(
     if LABEL_ptr is not None:
         for start in tl.range(tl.where(counts, n_body, part * BLOCK_SIZE), n_body, step):
             cols = start + tl.arange(0, BLOCK_SIZE)
-            _store_zeros(TERM_ptr, at, cols, n_body)
-            _store_zeros(DX_ptr, at, cols, n_body)
+            _store_zeros(TERM_ptr, row_offset, cols, n_body)
+            _store_zeros(DX_ptr, row_offset, cols, n_body)
         if VECTOR > 1:
             n_right = tl.where((part == 0) & (counts == 0), n_cols - head, -VECTOR)
-            _store_zeros(TERM_ptr, at, edge, n_right)
-            _store_zeros(DX_ptr, at, edge, n_right)
+            _store_zeros(TERM_ptr, row_offset, edge, n_right)
+            _store_zeros(DX_ptr, row_offset, edge, n_right)
 
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
@@ -332,7 +332,7 @@ def _run(tunable: Tunable, x, y, labels, share, options: Divergence, sums: bool,
     """Launch the kernel on row-major inputs. Returns partial sums of the loss, or None without `sums`."""
     n_rows, n_cols = x.shape
     plan = tunable.plan(x.device, row_key(n_rows, n_cols, x.dtype.itemsize))
-    # several programs a row where there are too few rows to fill the device
+    # several programs per row if there are too few rows to fill the device
     parts = min(cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"]), cdiv(8 * plan.target.multiprocessors, n_rows))
     partial = torch.empty(n_rows * parts, dtype=torch.float32, device=x.device) if sums else None
     args = (x, y, labels, share, go, partial, terms, dx, x.stride(0), y.stride(0), 0 if go is None else go.stride(0))
@@ -423,7 +423,7 @@ class DivergenceFunction(Function):
         return scale_gradient(grad, grad_output, stats), *(None,) * 5
 
 
-# -- what the public functions share ---------------------------------------------------------------------------------
+# -- common code of the public functions -----------------------------------------------------------------------------
 
 
 def loss_dtype(input: torch.Tensor, target: torch.Tensor) -> torch.dtype:

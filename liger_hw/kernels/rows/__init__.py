@@ -1,1 +1,1 @@
-"""What kernels over rows share: tiles of rows, rows that begin anywhere, sums over columns."""
+"""Common code of kernels over rows: tiles of rows, unaligned rows, sums over columns."""

@@ -30,13 +30,13 @@ _MIN_FIRST_BLOCK, _MAX_FIRST_BLOCK = 1024, 8192
 
 def row_blocks(n_cols: int, block: int) -> tuple[bool, int]:
     """(whether a block of `block` columns and a second block hold n_cols columns, the width of the second block)."""
-    rest = n_cols - block
-    if rest <= 0:
+    remaining = n_cols - block
+    if remaining <= 0:
         return True, 0
     # With a second block of more than half the first, one block of the next power of two is as good. A second block of
     # less than an eighth gives a thread under 4 bytes, and these loads are not pipelined.
-    if rest <= block // 2 and _MIN_FIRST_BLOCK <= block <= _MAX_FIRST_BLOCK:
-        return True, max(block // 8, next_power_of_2(rest))
+    if remaining <= block // 2 and _MIN_FIRST_BLOCK <= block <= _MAX_FIRST_BLOCK:
+        return True, max(block // 8, next_power_of_2(remaining))
     return False, 0
 
 
@@ -69,8 +69,8 @@ def row_layout(n_cols: int, block: int, *tensors: torch.Tensor | None) -> tuple[
 
 def count_tiles(n_rows: int, rows: int, vector: int) -> int:
     """The number of tiles in n_rows. A tile has `rows` rows that are `vector` rows apart."""
-    full, rest = divmod(n_rows, rows * vector)
-    return full * vector + min(rest, vector)
+    full, remaining = divmod(n_rows, rows * vector)
+    return full * vector + min(remaining, vector)
 
 
 def aligned_programs(programs: int, n_tiles: int, vector: int) -> int:
@@ -115,7 +115,7 @@ def second_columns(BLOCK_SIZE: tl.constexpr, BLOCK_2: tl.constexpr):
 
 @triton.jit
 def which_exist(positions, n_cols, pad=0, VECTOR: tl.constexpr = 1):
-    """Which of these positions hold columns; None for None."""
+    """Which of these positions hold columns, or None if there are no positions."""
     exist = None if positions is None else holds_column(positions, pad, n_cols, VECTOR)
     return exist
 

@@ -112,14 +112,14 @@ def bwd_heuristic(target: Target, key: Key, streams: int = 2, grads: int = 0) ->
 def bwd_space(target: Target, key: Key, streams: int = 2, grads: int = 0) -> list[LaunchConfig]:
     widest = {min(key[0], WIDEST_BLOCK)} if grads < 2 else set()
     tiles = row_tiles({key[0]} if key[0] <= WIDEST_TWO_GRADIENTS else {2048, 4096} | widest)
-    how = {"per_thread": (8, 64), "stages": (1, 2, 3, 4), "ctas": (1, 2, 3, 4, 6), "hints": ("none", "stream")}
+    ranges = {"per_thread": (8, 64), "stages": (1, 2, 3, 4), "ctas": (1, 2, 3, 4, 6), "hints": ("none", "stream")}
     size = streams * key[2]
 
     def fits(config: LaunchConfig) -> bool:
         columns, rows = max_columns(config.blocks["BLOCK_SIZE"]), config.blocks["ROWS"]
         return size * (config.num_stages - 1) * rows * columns <= target.shared_memory
 
-    return [config for config in tile_space(target, tiles, (2, 4, 8, 16), **how, staged_bytes=size) if fits(config)]
+    return [config for config in tile_space(target, tiles, (2, 4, 8, 16), **ranges, staged_bytes=size) if fits(config)]
 
 
 def safe(target: Target, key: Key) -> LaunchConfig:
@@ -134,7 +134,7 @@ def safe_whole_rows(target: Target, key: Key) -> LaunchConfig:
 
 
 def whole_rows_misfit(config: LaunchConfig, key: Key) -> str | None:
-    """Why a configuration does not fit a kernel that holds whole rows, or None."""
+    """The reason why a configuration does not fit a kernel that holds whole rows, or None if it fits."""
     block = config.blocks["BLOCK_SIZE"]
     return None if block >= key[0] else f"BLOCK_SIZE={block} cannot hold a row of {key[0]} columns"
 
@@ -159,7 +159,7 @@ def column_tiles(key: Key, narrowest: int, widest: int) -> list[dict[str, int]]:
 
 
 def persistent_misfit(config: LaunchConfig, key: Key) -> str | None:
-    """Why a configuration does not fit a persistent kernel, or None."""
+    """The reason why a configuration does not fit a persistent kernel, or None if it fits."""
     return None if config.ctas_per_mp else "ctas_per_mp must be at least 1"
 
 
