@@ -277,7 +277,7 @@ def test_what_trains_outside_of_the_module_is_refused():
     )
     for factor in (outside, 2 * outside):
         y = apply_tiled_mlp(lambda module, tile, factor=factor: module(tile) * factor, layer, some_x(20), 3)
-        with pytest.raises(RuntimeError, match="fn uses a tensor of shape .16,. that trains"):
+        with pytest.raises(RuntimeError, match="fn uses a tensor of shape .16,. that requires a gradient"):
             y.sum().backward()
     x = some_x(20).requires_grad_()
     apply_tiled_mlp(lambda module, tile: tile, layer, x, 3).sum().backward()  # the input itself
@@ -288,8 +288,8 @@ def test_what_is_refused():
     _, tiled = pair("swiglu")
     for call, words in (
         (lambda: apply_tiled_mlp(LigerSwiGLUMLP.forward, tiled, torch.zeros(HIDDEN)), "x must be"),
-        (lambda: apply_tiled_mlp(LigerSwiGLUMLP.forward, tiled, some_x(4), 0), "an integer from 1 on, got 0"),
-        (lambda: apply_tiled_mlp(LigerSwiGLUMLP.forward, tiled, some_x(4), 2.5), "an integer from 1 on, got 2.5"),
+        (lambda: apply_tiled_mlp(LigerSwiGLUMLP.forward, tiled, some_x(4), 0), "a positive integer, got 0"),
+        (lambda: apply_tiled_mlp(LigerSwiGLUMLP.forward, tiled, some_x(4), 2.5), "a positive integer, got 2.5"),
         (lambda: apply_tiled_mlp(lambda module, x: x[:1], tiled, some_x(4), 2), "as many rows as it takes"),
         (lambda: apply_tiled_mlp(lambda module, x: (x,), tiled, some_x(4), 2), "as many rows as it takes, got tuple"),
     ):

@@ -1,10 +1,10 @@
-"""Core of the activations: one forward and one backward kernel over elements, their tunables, launches and operators.
+"""Shared by the activations: one forward and one backward kernel over elements, their tunables, launches and operators.
 
 A gated activation (swiglu, fused_gate_up_swiglu, geglu) computes c = f(a) * b, an ungated one (relu_squared) y = f(x).
 The kernels take the name of f as a constexpr.
 
-Tensors without gaps between rows count as one long row. Other views are taken row by row, several narrow rows at once.
-For an odd number of columns the kernel has code without masks for tiles inside a row, with 16-byte accesses.
+Tensors without gaps between rows are treated as one row. Other views are read row by row, several narrow rows at once.
+If 16 does not divide the columns, tiles inside a row have code of their own without masks, with 16-byte accesses.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ...runtime.triton_import import tl, triton
 
 @triton.jit
 def activation(x, KIND: tl.constexpr):
-    """(f(x), f'(x)) in fp32; a result that the caller does not use is not computed. relu_squared's f' is for x > 0."""
+    """(f(x), f'(x)) in fp32; the compiler drops an unused one. f' of relu_squared is valid for x > 0 only."""
     if KIND == "silu":
-        share = tl.sigmoid(x)
-        value = x * share
-        slope = share + value * (1.0 - share)
+        factor = tl.sigmoid(x)
+        value = x * factor
+        slope = factor + value * (1.0 - factor)
     elif KIND == "sigmoid":
         value = tl.sigmoid(x)
         slope = value * (1.0 - value)
@@ -37,23 +37,23 @@ def activation(x, KIND: tl.constexpr):
         value = tl.where(x <= 0.0, 0.0, x * x)
         slope = 2.0 * x
     else:
-        if KIND == "gelu_tanh":  # 1.59577 = 2 sqrt(2 / pi), 0.0713548 = 0.044715 times that
-            share = tl.sigmoid(x * (1.5957691216057308 + 0.07135481282052533 * x * x))
-            density = share * (1.0 - share) * (1.5957691216057308 + 0.21406443846157598 * x * x)
+        if KIND == "gelu_tanh":  # 1.59577 = 2 sqrt(2 / pi), 0.0713548 = 0.044715 * 1.59577
+            factor = tl.sigmoid(x * (1.5957691216057308 + 0.07135481282052533 * x * x))
+            factor_slope = factor * (1.0 - factor) * (1.5957691216057308 + 0.21406443846157598 * x * x)
         else:
-            share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
-            density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
-        value = x * share
-        slope = share + x * density
+            factor = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+            factor_slope = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        value = x * factor
+        slope = factor + x * factor_slope
     return value, slope
 
 
 @triton.jit
-def _stretch(n_rows, n_cols, TILES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """(row, columns, mask, whether the mask is true everywhere) of this program.
+def _elements(n_rows, n_cols, TILES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """(row, columns, mask, whether all elements of the mask are true) of this program.
 
-    TILES: tiles of a row, or 0 if all rows count as one; a constexpr because it divides. WIDTH: columns of a tile; a
-    program takes one tile of BLOCK_SIZE // WIDTH rows each.
+    TILES: tiles of a row (a constexpr, because it is a divisor), or 0 if all rows are treated as one
+    WIDTH: columns of a tile; a program takes BLOCK_SIZE // WIDTH rows
     """
     pid = tl.program_id(0)
     lanes = tl.arange(0, BLOCK_SIZE)
@@ -71,8 +71,8 @@ def _stretch(n_rows, n_cols, TILES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZ
 
 
 @triton.jit
-def _both_at(A_ptr, B_ptr, row, a_stride, b_stride, cols, b_offset):
-    """Pointers to a and b. B_ptr None: b lies b_offset elements behind a. Without a b_offset there is no b."""
+def _pointers(A_ptr, B_ptr, row, a_stride, b_stride, cols, b_offset):
+    """Pointers to a and b. Without B_ptr, b begins b_offset elements after a; without b_offset there is no b."""
     a = A_ptr + row * a_stride + cols
     if B_ptr is not None:
         b = B_ptr + row * b_stride + cols
@@ -106,7 +106,7 @@ def _fwd_tile(
         if IS_SCALED:
             c = (c.to(tl.float32) * b.to(tl.float32) * down_multiplier).to(a.dtype)
         else:
-            c = c * b  # one product in the dtype of its factors is rounded as an fp32 one would be
+            c = c * b  # has the rounding of an fp32 product that is rounded to this dtype
     tl.store(c_ptrs, c.to(c_ptrs.dtype.element_ty), mask=mask)
 
 
@@ -133,19 +133,19 @@ def _activation_fwd_kernel(
 ):
     """c = f(gate_multiplier * a) * b * down_multiplier, or f(a) if b_offset, B_ptr and the multipliers are None.
 
-    B_ptr None: b lies b_offset elements behind a in its row. IS_SCALED: a multiplier is not 1. SPLIT: see `_launch`.
+    Without B_ptr, b begins b_offset elements after a. IS_SCALED: a multiplier is not 1. SPLIT: see `_launch`.
     """
     wait_for_previous(DEPENDENT)
     IS_GATED: tl.constexpr = b_offset is not None
-    row, cols, mask, whole = _stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
-    a, b = _both_at(A_ptr, B_ptr, row, A_row_stride, B_row_stride, cols, b_offset)
+    row, cols, mask, whole = _elements(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
+    a, b = _pointers(A_ptr, B_ptr, row, A_row_stride, B_row_stride, cols, b_offset)
     c = C_ptr + row * n_cols + cols
-    by, down = gate_multiplier, down_multiplier
+    gate, down = gate_multiplier, down_multiplier
     unmasked = whole if SPLIT else False
     if unmasked:
-        _fwd_tile(a, b, c, None, by, down, KIND, IS_GATED, IS_SCALED, LOAD_HINT)
+        _fwd_tile(a, b, c, None, gate, down, KIND, IS_GATED, IS_SCALED, LOAD_HINT)
     else:
-        _fwd_tile(a, b, c, mask, by, down, KIND, IS_GATED, IS_SCALED, LOAD_HINT)
+        _fwd_tile(a, b, c, mask, gate, down, KIND, IS_GATED, IS_SCALED, LOAD_HINT)
 
 
 @triton.jit
@@ -187,7 +187,7 @@ def _bwd_tile(
         _, slope = activation(x, KIND)
         dx = slope * d
         if KIND == "relu_squared":
-            dx = tl.where(is_inactive, 0.0, dx)  # 0 even where dy is not finite, as torch has it
+            dx = tl.where(is_inactive, 0.0, dx)  # 0 even where dy is not finite, as in torch
         tl.store(da_ptrs, dx.to(da_ptrs.dtype.element_ty), mask=mask)
 
 
@@ -216,48 +216,48 @@ def _activation_bwd_kernel(
     LOAD_HINT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """da and db; arguments as in the forward kernel. D_row_stride: of DA and DB, None for n_cols."""
+    """da and db; arguments as in the forward kernel. D_row_stride: row stride of DA and DB, or None for n_cols."""
     wait_for_previous(DEPENDENT)
     IS_GATED: tl.constexpr = b_offset is not None
-    row, cols, mask, whole = _stretch(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
+    row, cols, mask, whole = _elements(n_rows, n_cols, TILES, WIDTH, BLOCK_SIZE)
     dc = DC_ptr + row * DC_row_stride + cols
-    a, b = _both_at(A_ptr, B_ptr, row, A_row_stride, B_row_stride, cols, b_offset)
+    a, b = _pointers(A_ptr, B_ptr, row, A_row_stride, B_row_stride, cols, b_offset)
     d_stride = n_cols if D_row_stride is None else D_row_stride
-    da, db = _both_at(DA_ptr, DB_ptr, row, d_stride, d_stride, cols, b_offset)
-    by, down = gate_multiplier, down_multiplier
+    da, db = _pointers(DA_ptr, DB_ptr, row, d_stride, d_stride, cols, b_offset)
+    gate, down = gate_multiplier, down_multiplier
     unmasked = whole if SPLIT else False
     if unmasked:
-        _bwd_tile(dc, a, b, da, db, None, by, down, KIND, IS_GATED, IS_SCALED, LOAD_HINT)
+        _bwd_tile(dc, a, b, da, db, None, gate, down, KIND, IS_GATED, IS_SCALED, LOAD_HINT)
     else:
-        _bwd_tile(dc, a, b, da, db, mask, by, down, KIND, IS_GATED, IS_SCALED, LOAD_HINT)
+        _bwd_tile(dc, a, b, da, db, mask, gate, down, KIND, IS_GATED, IS_SCALED, LOAD_HINT)
 
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
-_NARROW = 1024  # in a key, rows with fewer columns count as fewer rows of this width
+_MIN_KEY_WIDTH = 1024
 
 
 def _key(n_rows: int, n_cols: int, itemsize: int) -> Key:
-    if n_cols < _NARROW:
-        n_rows, n_cols = cdiv(n_rows * n_cols, _NARROW), _NARROW
+    if n_cols < _MIN_KEY_WIDTH:  # the key of as many elements in fewer rows
+        n_rows, n_cols = cdiv(n_rows * n_cols, _MIN_KEY_WIDTH), _MIN_KEY_WIDTH
     return row_key(n_rows, n_cols, itemsize)
 
 
 def _heuristic(
     target: Target, key: Key, load_bytes: int = 16, small_launch: int = 8192, small_block: int = 512, waves: int = 1
 ) -> LaunchConfig:
-    """One load of `load_bytes` a thread and tensor, 1024 elements a program.
+    """1024 elements a program; a thread makes one load of `load_bytes` from each tensor.
 
-    Launches of at most `small_launch` elements a multiprocessor take 8 bytes a thread and `small_block` elements a
-    program, the smallest 4 bytes. waves=2: a thread has two loads in launches of one to two waves of resident threads.
+    Launches of at most `small_launch` elements a multiprocessor take loads of 8 bytes and `small_block` elements a
+    program, the smallest loads of 4 bytes. waves=2: launches of one to two waves of programs take two loads a thread.
     """
     elements = key[0] << key[1]
     if elements <= 128 * target.multiprocessors:
         return LaunchConfig({"BLOCK_SIZE": 256}, target.warps(256, max(1, 4 // key[2]), 8))
     if elements <= small_launch * target.multiprocessors:
         return LaunchConfig({"BLOCK_SIZE": small_block}, target.warps(small_block, 8 // key[2], 8))
-    resident = target.multiprocessors * target.max_threads_per_multiprocessor * load_bytes // key[2]  # elements
-    block = 2048 if resident < elements <= waves * resident else 1024
+    wave_elements = target.multiprocessors * target.max_threads_per_multiprocessor * load_bytes // key[2]
+    block = 2048 if wave_elements < elements <= waves * wave_elements else 1024
     return LaunchConfig({"BLOCK_SIZE": block}, target.warps(1024, load_bytes // key[2], 8))
 
 
@@ -267,13 +267,13 @@ def flat_safe(target: Target, key: Key) -> LaunchConfig:
 
 
 def flat_space(target: Target, key: Key) -> list[LaunchConfig]:
-    """`Tunable.space` of such a kernel."""
+    """`Tunable.space` of a kernel whose only block is BLOCK_SIZE."""
     tiles = [{"BLOCK_SIZE": block} for block in (256, 512, 1024, 2048, 4096, 8192)]
     return tile_space(target, tiles, (1, 2, 4, 8, 16), per_thread=(4, 32), hints=("none", "stream"))
 
 
 def activation_tunables(op: str, bwd: Mapping[str, int] = {}, **both: int) -> tuple[Tunable, Tunable]:
-    """The tunables `<op>.fwd` and `<op>.bwd`. both: arguments of `_heuristic`; bwd: more of them, for the backward."""
+    """The tunables `<op>.fwd` and `<op>.bwd`. both: arguments of `_heuristic`; bwd: further ones for the backward."""
     return tuple(
         Tunable(
             op,
@@ -281,13 +281,13 @@ def activation_tunables(op: str, bwd: Mapping[str, int] = {}, **both: int) -> tu
             kernels=(kernel,),
             key=_key,
             dims=("n_rows", "n_cols"),
-            heuristic=partial(_heuristic, **both, **more),
+            heuristic=partial(_heuristic, **both, **further),
             safe=flat_safe,
             space=flat_space,
             neutral=frozenset({"num_stages", "hint", "num_warps", "BLOCK_SIZE"}),
             dependent_launch=is_small_launch,
         )
-        for variant, kernel, more in (("fwd", _activation_fwd_kernel, {}), ("bwd", _activation_bwd_kernel, bwd))
+        for variant, kernel, further in (("fwd", _activation_fwd_kernel, {}), ("bwd", _activation_bwd_kernel, bwd))
     )
 
 
@@ -295,7 +295,7 @@ def activation_tunables(op: str, bwd: Mapping[str, int] = {}, **both: int) -> tu
 
 
 def evenly_spaced(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """(x, elements from one row to the next); x is copied if its rows are not evenly spaced."""
+    """(x, row stride); x is copied if no single stride leads from each row to the next."""
     if x.is_contiguous():
         return x, x.shape[-1]
     dims = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()) if size != 1]
@@ -308,15 +308,15 @@ def evenly_spaced(x: torch.Tensor) -> tuple[torch.Tensor, int]:
 def _launch(
     tunable: Tunable, dc: tuple, inputs: tuple, outputs: tuple, is_gated: bool, kind: str, *multipliers: float
 ) -> None:
-    """Launch over a and b, over one tensor whose rows hold both, or over an ungated x. dc: (dc,) in backward, else ().
+    """Launch over inputs (a, b), (one tensor whose rows hold a and b,) or (ungated x,). dc: (dc,) in backward, else ().
 
-    SPLIT: the kernel has unmasked code for tiles inside a row, if the number of columns is no multiple of 16.
+    SPLIT: the kernel has unmasked code for tiles inside a row; if 16 divides the columns, masked code is as fast.
     """
     n_elements = (dc or outputs)[0].numel()
     if not n_elements:
         return
-    spaced = [evenly_spaced(t) for t in (*dc, *inputs)]
-    tensors, strides = [t for t, _ in spaced], [stride for _, stride in spaced]
+    with_strides = [evenly_spaced(t) for t in (*dc, *inputs)]
+    tensors, strides = [t for t, _ in with_strides], [stride for _, stride in with_strides]
     n_cols = inputs[0].shape[-1]
     b_offset, d_stride = (0, n_cols) if is_gated else (None, None)
     if len(inputs) == 1:
@@ -330,14 +330,14 @@ def _launch(
     n_rows = n_elements // n_cols
     plan = tunable.plan(tensors[0].device, _key(n_rows, n_cols, tensors[0].itemsize))
     width = block = plan.config.blocks["BLOCK_SIZE"]
-    split, spacing = n_cols & 15 != 0, [stride for stride in strides if stride is not None]
-    if n_rows == 1 or all([stride == n_cols for stride in spacing]):
+    split, row_strides = n_cols & 15 != 0, [stride for stride in strides if stride is not None]
+    if n_rows == 1 or all([stride == n_cols for stride in row_strides]):
         tiles, grid = 0, cdiv(n_elements, block)
     else:
         width = min(block, next_power_of_2(n_cols))
         tiles = cdiv(n_cols, width)
         grid = cdiv(n_rows, block // width) * tiles
-        split = split and width == block and any([stride & 15 == 0 for stride in spacing])
+        split = split and width == block and any([stride & 15 == 0 for stride in row_strides])
     scaled = any([m != 1.0 for m in multipliers])
     args = (*tensors, *outputs, *strides, n_rows, n_cols, b_offset, *(multipliers or (None, None)))
     launch(plan, tunable.kernels[0], (grid,), args, (kind, scaled, tiles, width, split))
@@ -347,14 +347,14 @@ def activation_operators(
     tunables: tuple[Tunable, Tunable],
     inputs: tuple[str, ...],
     arguments: str,
-    how: Callable[..., tuple],
+    kernel_options: Callable[..., tuple],
     reference: Callable[..., torch.Tensor],
     is_gated: bool = True,
 ) -> tuple[Any, ...]:
     """The operators of c = f(a) * b: `<op>_fwd(a, b, ...)`, `<op>_bwd(dc, a, b, ...)`; if gated, `<op>_bwd_` in place.
 
     inputs: the names of a and b, of one tensor whose rows hold both, or of an ungated x; arguments: the rest of the
-    schema, or ""; how: these arguments -> (name of f, and if gated gate_multiplier, down_multiplier)
+    schema, or ""; kernel_options: these arguments -> (name of f, and if gated gate_multiplier, down_multiplier)
     """
     fwd_tunable, bwd_tunable = tunables
     op, n = fwd_tunable.op, len(inputs)
@@ -363,30 +363,30 @@ def activation_operators(
     def fwd(*args):
         a = args[0]
         c = a.new_empty((*a.shape[:-1], a.shape[-1] // 2)) if holds_both else empty_like(a, a.dtype)
-        _launch(fwd_tunable, (), args[:n], (c,), is_gated, *how(*args[n:]))
+        _launch(fwd_tunable, (), args[:n], (c,), is_gated, *kernel_options(*args[n:]))
         return c
 
     def bwd(dc, *args):
         gradients = tuple([empty_like(t, t.dtype) for t in args[:n]])
-        _launch(bwd_tunable, (dc,), args[:n], gradients, is_gated, *how(*args[n:]))
+        _launch(bwd_tunable, (dc,), args[:n], gradients, is_gated, *kernel_options(*args[n:]))
         return gradients if n == 2 else gradients[0]
 
     def bwd_(dc, *args):
-        _launch(bwd_tunable, (dc,), args[:n], args[:n], is_gated, *how(*args[n:]))
+        _launch(bwd_tunable, (dc,), args[:n], args[:n], is_gated, *kernel_options(*args[n:]))
 
-    takes, gives = (", ".join(f"Tensor {before}{name}" for name in inputs) for before in ("", "d"))
-    writes = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("ab", inputs))
+    tensors, outputs = (", ".join(f"Tensor {prefix}{name}" for name in inputs) for prefix in ("", "d"))
+    overwritten = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("ab", inputs))
     arguments = f", {arguments}" if arguments else ""
     shapes = "T a, b [*, n]" if n == 2 else f"{inputs[0]} [*, {'2n' if holds_both else 'n'}]"
     forward = define(
-        f"{op}_fwd({takes}{arguments}) -> Tensor c",
+        f"{op}_fwd({tensors}{arguments}) -> Tensor c",
         shapes=shapes,
         launcher=fwd,
         reference=lambda *args: reference(*args).contiguous(),
     )
-    gradients = {f"{op}_bwd(Tensor dc, {takes}{arguments}) -> ({gives})": bwd}
+    gradients = {f"{op}_bwd(Tensor dc, {tensors}{arguments}) -> ({outputs})": bwd}
     if is_gated:
-        gradients[f"{op}_bwd_(Tensor dc, {writes}{arguments}) -> ()"] = bwd_
+        gradients[f"{op}_bwd_(Tensor dc, {overwritten}{arguments}) -> ()"] = bwd_
     return forward, *(
         define(schema, shapes=f"{shapes}; dc [*, n]", launcher=run, derivative_of=forward)
         for schema, run in gradients.items()
@@ -394,7 +394,7 @@ def activation_operators(
 
 
 def gated_sample(sizes, dtype, device, generator, *options, strided=False) -> Sample:
-    """a and b of (n_rows, n_cols), then the op's options. strided: a and b are the halves of one tensor."""
+    """a and b [n_rows, n_cols], then the op's options. strided: a and b are the halves of one tensor's rows."""
     n_rows, n_cols = sizes
     y = torch.randn(n_rows, 2 * n_cols, generator=generator, dtype=torch.float32, device=device).to(dtype)
     a, b = y.chunk(2, -1)

@@ -52,7 +52,7 @@ def liger_fused_gate_up_swiglu(
 class LigerPhi3SwiGLUMLP(torch.nn.Module):
     """down_proj(silu(gate) * up) with gate, up = the halves of gate_up_proj(x), as in Hugging Face's Phi3MLP.
 
-    config: needs hidden_size, intermediate_size and hidden_act (`silu` or `swish`, else `ValueError`). No bias.
+    config: has hidden_size, intermediate_size and hidden_act (`silu` or `swish`, else `ValueError`). No bias.
     """
 
     def __init__(self, config) -> None:

@@ -1,9 +1,9 @@
 """GEGLU: c = gelu(a) * b, element by element, with gelu(a) = a * P(a) in one of two forms:
-    tanh   P(a) = sigmoid(2 u),  u = sqrt(2 / pi) * (a + 0.044715 a^3);  the same as (1 + tanh(u)) / 2
-    none   P(a) = (1 + erf(a / sqrt(2))) / 2, the exact normal distribution
+    tanh   P(a) = sigmoid(2 u) = (1 + tanh(u)) / 2,  u = sqrt(2 / pi) * (a + 0.044715 a^3)
+    none   P(a) = (1 + erf(a / sqrt(2))) / 2, exact
 
-Arithmetic is fp32; gelu(a) and the product are rounded to the input's dtype, as torch does in `act_fn(gate) * up`.
-Saved for backward: a and b. If the caller owns them, as an MLP does, their gradients are written over them.
+Arithmetic is fp32; gelu(a) and the product are rounded to the input's dtype, like torch's `act_fn(gate) * up`.
+Saved for backward: a and b. With `owned`, as in an MLP, backward writes their gradients over them.
 Backward:  db = dc * gelu(a),  da = dc * b * (P + a * P'),  with P' = 2 u' P (1 - P) or exp(-a^2 / 2) / sqrt(2 pi).
 
 Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", https://arxiv.org/abs/1606.08415;
@@ -48,8 +48,8 @@ def liger_geglu(a: torch.Tensor, b: torch.Tensor, approximate: str = "tanh", *, 
     """gelu(a) * b, element by element.
 
     a (gate), b (up): [..., n_cols], of one shape and dtype: fp32, fp16 or bf16 (fp64 too on the CPU). Views with evenly
-    spaced rows, such as the halves of a fused projection, are read where they lie. Returns a contiguous tensor like a.
-    approximate: `tanh` or `none` (exact), the names of torch.nn.functional.gelu.
+    spaced rows, such as the halves of a fused projection, are not copied. Returns a contiguous tensor like a.
+    approximate: `tanh` or `none` (exact), as in torch.nn.functional.gelu.
     owned: the caller made a and b for this call and does not use them again; backward may write over them.
     Raises `ValueError` for shapes, dtypes, devices or an approximation that do not fit.
     """
@@ -66,7 +66,7 @@ _EXACT_NAMES = frozenset({"gelu", "gelu_python"})
 class LigerGEGLUMLP(torch.nn.Module):
     """down_proj(gelu(gate_proj(x)) * up_proj(x)), with the parameter names of Hugging Face's GemmaMLP.
 
-    config: needs hidden_size and intermediate_size. Its activation, `hidden_activation` or else `hidden_act`, is
+    config: has hidden_size and intermediate_size. Its activation, `hidden_activation` or else `hidden_act`, is
     `gelu_pytorch_tanh` (tanh, the default) or `gelu` (exact); any other raises `ValueError`. No bias.
     """
 
@@ -74,7 +74,7 @@ class LigerGEGLUMLP(torch.nn.Module):
         super().__init__()
         activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "gelu_pytorch_tanh")
         if activation not in _TANH_NAMES | _EXACT_NAMES:
-            other = "; silu takes LigerSwiGLUMLP" if activation in ("silu", "swish") else ""
+            other = "; for silu use LigerSwiGLUMLP" if activation in ("silu", "swish") else ""
             check(False, "LigerGEGLUMLP", f"computes gelu, but the config's activation is {activation!r}{other}")
         self.config = config
         self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
@@ -86,14 +86,14 @@ class LigerGEGLUMLP(torch.nn.Module):
     @tileable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden_size]; returns the same shape."""
-        approximate = getattr(self, "approximate", "tanh")  # programs bind this to MLPs of other classes
+        approximate = getattr(self, "approximate", "tanh")  # users bind this method to MLPs of other classes
         owned = owns_outputs(self.gate_proj, self.up_proj)
         gate, up = project(self.gate_proj, x), project(self.up_proj, x)
         return self.down_proj(liger_geglu(gate, up, approximate, owned=owned))
 
 
 class LigerTiledGEGLUMLP(LigerGEGLUMLP):
-    """`LigerGEGLUMLP` in tiles of the sequence (tiled_mlp.py): num_shards of them, default ceil(seq / hidden_size)."""
+    """`LigerGEGLUMLP` in num_shards tiles of the sequence, by default ceil(seq / hidden_size); see tiled_mlp.py."""
 
     def __init__(self, config, num_shards: int | None = None) -> None:
         super().__init__(config)

@@ -42,7 +42,7 @@ def liger_relu_squared(x: torch.Tensor) -> torch.Tensor:
 
 
 class LigerReLUSquared(torch.nn.Module):
-    """The squared ReLU as a module without parameters; `relu2` in Hugging Face's table of activations."""
+    """The squared ReLU as a module without parameters; Hugging Face's name for it is `relu2`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: any shape; returns max(x, 0)^2, of the same shape and dtype."""

@@ -1,8 +1,8 @@
 """SwiGLU: c = silu(gate_multiplier * a) * b * down_multiplier, with silu(g) = g * sigmoid(g), element by element.
 
-Arithmetic is fp32. gate_multiplier * a and silu(...) are rounded to the input's dtype, as torch does in
+Arithmetic is fp32. gate_multiplier * a and silu(...) are rounded to the input's dtype, like torch's
 `act_fn(gate * multiplier) * up`; the product with b and down_multiplier is rounded once. Saved for backward: a and b.
-If the caller owns them, as an MLP does, their gradients are written over them. Backward, with g = gate_multiplier * a
+With `owned`, as in an MLP, backward writes their gradients over them. Backward, with g = gate_multiplier * a
 and d = dc * down_multiplier:  db = d * silu(g),
 da = d * b * gate_multiplier * sigmoid(g) * (1 + g * (1 - sigmoid(g))), rounded once.
 
@@ -48,7 +48,7 @@ def liger_swiglu(
     """silu(gate_multiplier * a) * b * down_multiplier, element by element.
 
     a (gate), b (up): [..., n_cols], of one shape and dtype: fp32, fp16 or bf16 (fp64 too on the CPU). Views with evenly
-    spaced rows, such as the halves of a fused projection, are read where they lie. Returns a contiguous tensor like a.
+    spaced rows, such as the halves of a fused projection, are not copied. Returns a contiguous tensor like a.
     owned: the caller made a and b for this call and does not use them again; backward may write over them.
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
@@ -60,16 +60,16 @@ def liger_swiglu(
 def check_silu(module: str, activation: str) -> None:
     """Raise `ValueError` unless a config's activation is silu."""
     if activation not in ("silu", "swish"):
-        other = "; gelu variants take LigerGEGLUMLP" if "gelu" in activation else ""
+        other = "; for gelu use LigerGEGLUMLP" if "gelu" in activation else ""
         check(False, module, f"computes silu (swish), but the config's activation is {activation!r}{other}")
 
 
 class LigerSwiGLUMLP(torch.nn.Module):
     """down_proj(silu(gate_proj(x)) * up_proj(x)), with the parameter names of Hugging Face's LlamaMLP.
 
-    config: needs hidden_size and intermediate_size. Its activation, `hidden_activation` or else `hidden_act`, must be
-    `silu` or `swish` (`ValueError`; default silu). mlp_bias=True gives the three projections a bias.
-    intermediate_size overrides the config's.
+    config: has hidden_size and intermediate_size. Its activation, `hidden_activation` or else `hidden_act`, must be
+    `silu` or `swish` (default silu), else `ValueError`. With mlp_bias=True the three projections have a bias.
+    intermediate_size: overrides the config's.
     """
 
     def __init__(self, config, intermediate_size: int | None = None) -> None:
@@ -92,7 +92,7 @@ class LigerSwiGLUMLP(torch.nn.Module):
 
 
 class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
-    """`LigerSwiGLUMLP` in tiles of the sequence (tiled_mlp.py): num_shards of them, default ceil(seq / hidden_size)."""
+    """`LigerSwiGLUMLP` in num_shards tiles of the sequence, by default ceil(seq / hidden_size); see tiled_mlp.py."""
 
     def __init__(self, config, num_shards: int | None = None) -> None:
         super().__init__(config)
