@@ -1,4 +1,4 @@
-"""The vendors, in order of preference, and the way from a tensor's device to its Target."""
+"""The vendors in order of preference, and the functions that return a vendor's Backend and a device's Target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Backend", "LaunchConfig", "Target", "VENDORS"]
 __all__ += ["backend", "backends", "known_target", "target_of", "with_index"]
 
 VENDORS = ("cuda", "rocm", "xpu", "cpu")
-"""Each is a folder. The first one present serves a type of torch's devices."""
+"""Names of folders. If several serve one torch device type, the first that is present is used."""
 
 _targets: dict["torch.device", Target] = {}
 
@@ -30,23 +30,23 @@ def backend(vendor: str) -> Backend:
 
 @lru_cache(maxsize=None)
 def backends() -> tuple[Backend, ...]:
-    """The backends that this build of torch can use. Touches no device."""
+    """The backends that this build of torch can use. Creates no device context."""
     return tuple(b for b in map(backend, VENDORS) if b.present())
 
 
 def with_index(device: "torch.device | str") -> "torch.device":
-    """`cuda` as `cuda:0` (or whichever is current), the CPU as it is."""
+    """A device with an index, which is the current one if `device` has none. cpu, meta and mps stay without one."""
     import torch
 
     device = torch.device(device)
     if device.type in ("cpu", "meta") or device.index is not None:
         return device
-    current = getattr(torch.get_device_module(device), "current_device", None)  # mps has none, and one device
+    current = getattr(torch.get_device_module(device), "current_device", None)  # mps has no such function
     return device if current is None else torch.device(device.type, current())
 
 
 def target_of(device: "torch.device") -> Target:
-    """The Target of a torch device, read on first use and kept. Raises `ValueError` for a type without a backend."""
+    """The Target of a torch device, cached. Raises `ValueError` for a device type without a backend."""
     if (target := _targets.get(device)) is not None:
         return target
     for candidate in backends():
@@ -57,8 +57,8 @@ def target_of(device: "torch.device") -> Target:
 
 
 def known_target(name: str) -> Target:
-    """The Target of a device by its name (`h200`, `mi300x`, `max1550`), or of an architecture's first device (`sm90`,
-    `gfx942`, `pvc`), in this machine or not. Raises `ValueError` that lists the known names."""
+    """The Target of a device by name (`h200`, `mi300x`, `max1550`), or of an architecture's first device (`sm90`,
+    `gfx942`, `pvc`). The device need not be in this machine. Raises `ValueError`, which lists the known names."""
     for vendor in VENDORS:
         target = backend(vendor).known_target(name)
         if target is not None:

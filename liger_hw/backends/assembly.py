@@ -1,4 +1,4 @@
-"""Counts instructions in a kernel's assembly text, for the vendors' `binary.py`."""
+"""Counts the instructions in a kernel's assembly text, for `binary.py` of the vendors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .base import INSTRUCTIONS
 class Assembly:
     """How to read one vendor's assembly.
 
-    instruction: matches a line, with the name and the rest as groups; label, branch: have the label as their group
-    classify: (name, rest) -> (kind, bits of one thread's access if it is a load or store), None to use `kinds`
-    kinds: (kind of `base.INSTRUCTIONS`, how the names of such instructions begin); the first match counts
+    instruction: matches a line, with groups name and operands; label, branch: match a line, with the label as group
+    classify: (name, operands) -> (kind, bits that a thread loads or stores, else None), or None to use `kinds`
+    kinds: (kind of `base.INSTRUCTIONS`, prefixes of instruction names); the first match counts
     """
 
     instruction: re.Pattern[str]
@@ -28,12 +28,12 @@ class Assembly:
     def count(self, text: str) -> dict[str, Any]:
         """`loads`, `stores`, `instructions` and `looped` of a kernel's `Resources`."""
         widths, kinds, looped = {"load": Counter(), "store": Counter()}, Counter(), Counter()
-        for name, rest, repeated in self.instructions(text):
-            kind, bits = self.classify(name, rest) or (self._kind(name), None)
+        for name, operands, in_loop in self.instructions(text):
+            kind, bits = self.classify(name, operands) or (self._kind(name), None)
             if bits is not None:
                 widths[kind][bits] += 1
             kinds[kind] += 1
-            looped[kind] += repeated
+            looped[kind] += in_loop
         return {
             "loads": dict(sorted(widths["load"].items())),
             "stores": dict(sorted(widths["store"].items())),
@@ -42,21 +42,21 @@ class Assembly:
         }
 
     def _kind(self, name: str) -> str:
-        return next((kind for kind, starts in self.kinds if name.startswith(starts)), "other")
+        return next((kind for kind, prefixes in self.kinds if name.startswith(prefixes)), "other")
 
     def instructions(self, text: str) -> Iterator[tuple[str, str, bool]]:
-        """(name, rest, whether it is in a loop: between a label and a later branch back to it)."""
+        """(name, operands, whether it is in a loop: between a label and a later branch to this label)."""
         lines = text.splitlines()
         labels: dict[str, int] = {}
-        depth = [0] * (len(lines) + 1)  # +1 where a loop begins, -1 after it ends
+        depth_change = [0] * (len(lines) + 1)  # +1 where a loop begins, -1 after it ends
         for number, line in enumerate(lines):
             if match := self.label.match(line):
                 labels[match[1]] = number
             elif (match := self.branch.search(line)) and match[1] in labels:
-                depth[labels[match[1]]] += 1
-                depth[number + 1] -= 1
-        inside = 0
+                depth_change[labels[match[1]]] += 1
+                depth_change[number + 1] -= 1
+        depth = 0
         for number, line in enumerate(lines):
-            inside += depth[number]
+            depth += depth_change[number]
             if match := self.instruction.match(line):
-                yield match[1], match[2], inside > 0
+                yield match[1], match[2], depth > 0

@@ -1,7 +1,7 @@
-"""What the package knows of hardware: a `Target` describes one device, a `Backend` is one vendor.
+"""Descriptions of hardware: a `Target` is one device, a `Backend` is one vendor.
 
-A vendor is one folder beside this file: how a device is detected and described, what is legal on it, and how a
-vendor-neutral `LaunchConfig` becomes launch options of Triton. No other module may ask for a vendor by name.
+Each vendor has one folder beside this file, which says how a device is detected and described, what is legal on it, and
+how a vendor-neutral `LaunchConfig` becomes launch options of Triton. No other module may test for a vendor's name.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any, Mapping
 KIB, MIB = 1024, 1024 * 1024
 HINTS = ("none", "stream", "keep")
 MAX_TILE_ELEMENTS, MAX_THREAD_ELEMENTS = 65536, 1024
-"""Limits for the tile of a program, whose size is the product of the configuration's two largest blocks, and for the
-elements of a thread. ptxas takes half a minute for 1024 elements a thread; its time grows faster than this number."""
+"""Limits for the elements of a program's tile, the product of its two largest blocks, and for a thread's part of them.
+With 1024 elements a thread ptxas takes half a minute; its time grows faster than the number of elements."""
 
 
 @dataclass(frozen=True)
 class Target:
     """Facts of one device for the launch rules. Sizes are in bytes.
 
-    multiprocessors: number of SMs, CUs or Xe-cores; registers: 32-bit registers of a multiprocessor
-    bandwidth: the data sheet's GB/s of device memory, 0 if unknown; float8: as in `Arch`
+    multiprocessors: number of SMs, CUs or Xe-cores; registers: 32-bit ones of a multiprocessor; max_threads: of a block
+    bandwidth: of device memory in GB/s, from the data sheet, 0 if unknown; float8: as in `Arch`
     cooperative: whether the driver starts all programs of a cooperative launch together or refuses the launch
     """
 
@@ -51,14 +51,14 @@ class Target:
         return self.max_threads // self.warp_size
 
     def warps(self, elements: int, per_thread: int, most: int = 32) -> int:
-        """The number of warps, a power of two, with which each thread gets about `per_thread` of `elements`.
+        """The number of warps, a power of two, with which each thread has about `per_thread` of `elements`.
 
-        most: the largest number, counted in warps of 32 threads; the device's limit also holds
+        most: the largest number of threads, in units of 32; the device's limit also holds
         """
         needed = max(1, elements // (per_thread * self.warp_size))
         warps = 1 << (needed.bit_length() - 1)
-        ceiling = min(most * 32 // self.warp_size, self.max_warps)
-        return max(1, min(warps, ceiling))
+        limit = min(most * 32 // self.warp_size, self.max_warps)
+        return max(1, min(warps, limit))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,12 +70,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Arch:
-    """What the devices of one architecture have in common: a row of a vendor's `archs`.
+    """Facts that all devices of an architecture share: a row of a vendor's `archs`.
 
-    warp_sizes: kernels use the largest; shared_memory: bytes a block may use; registers, max_threads: of a
-    multiprocessor; clock: GHz under load
-    float8: which FP8 its matrix units multiply, `fn` (float8_e4m3fn, float8_e5m2), `fnuz` (float8_e4m3fnuz,
-    float8_e5m2fnuz) or "" for none
+    warp_sizes: kernels use the largest; shared_memory: bytes of a block; registers, max_threads: of a multiprocessor;
+    clock: GHz under load; float8: FP8 dtypes of its matrix units: `fn` (float8_e4m3fn, float8_e5m2), `fnuz`
+    (float8_e4m3fnuz, float8_e5m2fnuz) or "" for none
     """
 
     family: str
@@ -89,7 +88,7 @@ class Arch:
 
 @dataclass(frozen=True)
 class Device:
-    """What differs between devices of one architecture, with fields as in `Target`: a row of a vendor's `devices`."""
+    """Facts in which devices of an architecture differ, as in `Target`: a row of a vendor's `devices`."""
 
     name: str
     arch: str
@@ -99,12 +98,13 @@ class Device:
 
 
 def _words(name: str) -> str:
+    """`NVIDIA H200` -> ` nvidia h200 `, in which whole words can be searched."""
     return f" {' '.join(re.findall('[a-z0-9]+', name.lower()))} "
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How to launch one kernel, in the same words for every vendor.
+    """How to launch one kernel, independent of the vendor.
 
     blocks: the kernel's tile sizes by constexpr name, for example `{"BLOCK_SIZE": 4096, "ROWS": 1}`
     num_warps, num_stages: as in Triton
@@ -182,13 +182,13 @@ INSTRUCTIONS = ("load", "store", "atomic", "shared", "shuffle", "barrier", "matr
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel uses of a device, read from its binary and assembly.
+    """Resources of a compiled kernel, read from its binary and assembly.
 
-    registers: 32-bit vector registers of a thread; spills: registers kept in memory; scratch: bytes of that memory
+    registers: 32-bit vector registers of a thread; spills: registers spilled to memory; scratch: bytes of that memory
     shared: bytes of shared memory a block; threads: threads of a block
     occupancy: resident threads of a multiprocessor divided by their maximum
-    loads, stores: width of a thread's access to global memory in bits -> number of instructions
-    instructions: kind (`INSTRUCTIONS`) -> number of instructions; looped: those inside a loop
+    loads, stores: bits that a thread accesses in global memory -> number of instructions
+    instructions: kind (`INSTRUCTIONS`) -> number of instructions; looped: the same for instructions inside a loop
     """
 
     registers: int
@@ -213,11 +213,11 @@ class Resources:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a multiprocessor works, for the model of time in `autotune/static.py`.
+    """Speed of a multiprocessor, for the model of time in `autotune/static.py`.
 
     clock: GHz; issue: warp instructions a cycle; latency: nanoseconds of an access to device memory
-    virtual: `Resources.instructions` counts a virtual instruction set (PTX), not the device's
-    into_registers: Triton's pipelined loops prefetch into registers too, not only into shared memory
+    virtual: whether `Resources.instructions` counts a virtual instruction set such as PTX
+    into_registers: whether Triton's pipelined loops prefetch into registers, not only into shared memory
     """
 
     clock: float
@@ -230,17 +230,17 @@ class Pace:
 class Backend:
     """One vendor, with the rules that all vendors share.
 
-    device_type: the type of torch's devices for this vendor
-    torch_version: the attribute of `torch.version` that a build of torch for this vendor has
-    compiler: Triton's name of its compiler for this vendor
-    devices: known devices by a part of torch's device name. The first one of an architecture represents it
+    device_type: `torch.device.type` of its devices
+    torch_version: the attribute of `torch.version` that torch builds for this vendor have
+    compiler: the name of its compiler in Triton
+    devices: known devices, by a part of the name that torch reports; an architecture's first one represents it
     options: launch options beyond num_warps and num_stages
     cooperative: `Target.cooperative` of its devices
     fast_launch: compiled kernels may be launched without Triton's argument binder; True only if tested on hardware
-    fast_log2: `libdevice.fast_log2f` exists and is shorter than `tl.log2`
-    convolves_channels_last: torch convolves 16-bit tensors faster with their channels last; True only if measured
-    gemm_alignment: a GEMM is slow if the row size of an operand is not a multiple of this many bytes. A linear head
-    splits an unaligned vocabulary into two products (`kernels/heads/linear_head.py`)
+    fast_log2: `libdevice.fast_log2f` exists and has fewer instructions than `tl.log2`
+    convolves_channels_last: torch convolves 16-bit tensors faster with channels last; True only if measured
+    gemm_alignment: GEMMs are slow if the rows of an operand are not multiples of this number of bytes. A linear head
+    then splits the vocabulary into two products (`kernels/heads/linear_head.py`)
     """
 
     vendor: str
@@ -259,7 +259,7 @@ class Backend:
     # -- devices -----------------------------------------------------------------------------------------------------
 
     def present(self) -> bool:
-        """Whether torch was built for this vendor. MUST NOT create a device context."""
+        """Whether torch was built for this vendor. Must not create a device context."""
         import torch
 
         return getattr(torch.version, self.torch_version, None) is not None
@@ -283,7 +283,7 @@ class Backend:
         raise NotImplementedError
 
     def target(self, arch_name: str, arch: Arch, device: Device | None, /, **reported: Any) -> Target:
-        """The Target of a device from its rows of `archs` and `devices`; torch's `reported` values replace theirs."""
+        """The Target from rows of `archs` and `devices`. reported: facts that torch reports, which take precedence."""
         facts = {
             "vendor": self.vendor,
             "arch": arch_name,
@@ -302,13 +302,13 @@ class Backend:
         return Target(**{**facts, **reported})
 
     def known_target(self, name: str) -> Target | None:
-        """The Target of a known device (`h200`, `RTX 4090`) or of the first device of an architecture (`sm90`). The
-        device need not be in this machine. None for another name."""
+        """The Target of a known device (`h200`, `RTX 4090`) or of an architecture's first device (`sm90`), else None.
+        The device need not be in this machine."""
         device = self._known(name)
         return None if device is None else self.target(device.arch, self.archs[device.arch], device)
 
     def _known(self, name: str) -> Device | None:
-        """The row of `devices` for a name of `known_devices` or `known_archs` in any spelling, or None."""
+        """The row of `devices` for a name of `known_devices` or `known_archs`; case and spaces do not count."""
         name = _words(name).replace(" ", "")
         return next((d for key, d in self.devices.items() if name in (_words(key).replace(" ", ""), d.arch)), None)
 
@@ -318,14 +318,14 @@ class Backend:
 
     def known_devices(self) -> tuple[str, ...]:
         """Names of devices for `known_target`, in lower case."""
-        return tuple(_words(word).replace(" ", "") for word in self.devices)
+        return tuple(_words(key).replace(" ", "") for key in self.devices)
 
     def device_named(self, name: str) -> Device | None:
-        """The row of `devices` for torch's name of a device, or None."""
-        return next((device for word, device in self.devices.items() if _words(word) in _words(name)), None)
+        """The row of `devices` for a name that torch reports, or None."""
+        return next((device for key, device in self.devices.items() if _words(key) in _words(name)), None)
 
     def is_called(self, target: Target, name: str) -> bool:
-        """Whether `name` is the target's architecture or device."""
+        """Whether `name` is a name of the target's architecture or device."""
         device = self.device_named(target.name)
         return name.lower() == target.arch or (device is not None and device is self._known(name))
 
@@ -340,7 +340,7 @@ class Backend:
         if threads > target.max_threads:
             return (
                 f"{warps} warps of {target.warp_size} are {threads} threads; "
-                f"{target.arch} takes {target.max_threads} a block"
+                f"{target.arch} allows {target.max_threads} a block"
             )
         if not 1 <= stages <= 8:
             return f"num_stages={stages!r} is outside 1..8"
@@ -361,7 +361,7 @@ class Backend:
         return self.illegal_here(target, config)
 
     def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
-        """The rules of this vendor, called after the shared ones passed."""
+        """`illegal` by the vendor's rules; the shared rules are already checked."""
         return None
 
     def illegal_resources(self, target: Target, resources: Resources) -> str | None:
@@ -379,7 +379,7 @@ class Backend:
     # -- libraries ---------------------------------------------------------------------------------------------------
 
     def multiplies_from_shared(self, target: Target) -> bool:
-        """Whether matrix units read both operands from shared memory, which frees registers for accumulators."""
+        """Whether matrix units read both operands from shared memory, so that they take no registers."""
         return False
 
     def has_grouped_gemm(self, target: Target) -> bool:
@@ -389,8 +389,8 @@ class Backend:
     # -- lowering and compiling --------------------------------------------------------------------------------------
 
     def load_hint(self, hint: str) -> tuple[str, str]:
-        """(cache_modifier, eviction_policy) of a load with this hint. At least one is "", since PTX does not allow both
-        (PTX ISA, "Data Movement and Conversion Instructions: ld")."""
+        """(cache_modifier, eviction_policy) of a load with this hint. At least one is "": PTX does not allow both (PTX
+        ISA, "Data Movement and Conversion Instructions: ld")."""
         return "", ""
 
     def lower(self, config: LaunchConfig) -> dict[str, Any]:
@@ -402,7 +402,7 @@ class Backend:
         return {}
 
     def triton_target(self, target: Target) -> Any:
-        """The `triton.backends.compiler.GPUTarget`, or None if the stock Triton has no compiler for the target."""
+        """The `triton.backends.compiler.GPUTarget`, or None if released Triton cannot compile for the target."""
         return None
 
     def pace(self, target: Target) -> Pace:

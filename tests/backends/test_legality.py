@@ -38,7 +38,7 @@ BAD = [
     ("sm90", _config(ctas=64), {}, "outside 0..32"),
     ("gfx942", _config(), {"shared": 96 * KIB}, "98304 bytes of shared memory; gfx942 has 65536"),
     ("sm90", _config(), {"shared": 228 * KIB}, "sm90 has 232448"),
-    ("sm90", _config(num_ctas=2), {}, "does not compile on a row reduction"),
+    ("sm90", _config(num_ctas=2), {}, "does not compile for row reductions"),
     ("sm90", _config(maxnreg=100), {}, "multiple of 8"),
     ("sm90", _config(maxnreg=264), {}, "multiple of 8 in 16..255"),
     ("sm90", _config(waves_per_eu=2), {}, "'waves_per_eu' is unknown to cuda"),

@@ -1,4 +1,4 @@
-"""A machine without a GPU: ops run their `reference` in plain torch, or their kernels in Triton's interpreter."""
+"""CPUs: ops run their `reference` in plain torch, or their kernels in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Limits: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability" (threads a block, 255
 registers a thread, registers and shared memory a multiprocessor); shared memory a block is read from the device.
-Devices: as torch prints them in public logs (tests/backends/recorded.py), GB/s from the data sheets.
+Devices: device properties that torch printed in public logs (tests/backends/recorded.py), GB/s from the data sheets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Pace, Target
 
 _LATENCY = 600.0
-"""Nanoseconds until memory answers: fitted on sm90 (benchmarks/static_regret.py), assumed elsewhere."""
+"""Nanoseconds of an access to device memory: fitted on sm90 (benchmarks/static_regret.py), assumed for others."""
 
 
 class CudaBackend(Backend):
@@ -23,7 +23,7 @@ class CudaBackend(Backend):
     device_type = "cuda"
     torch_version = "cuda"
     compiler = "nvidia"
-    archs = {  # shared memory a block may opt in to; the data sheets' boost clock, for sm90 the clock under load
+    archs = {  # largest opt-in shared memory of a block; boost clock of the data sheets, for sm90 the clock under load
         "sm80": Arch("ampere", (32,), 163 * KIB, 65536, 2048, clock=1.41),
         "sm86": Arch("ampere", (32,), 99 * KIB, 65536, 1536, clock=1.80),
         "sm89": Arch("ada", (32,), 99 * KIB, 65536, 1536, clock=2.52, float8="fn"),
@@ -44,8 +44,8 @@ class CudaBackend(Backend):
     cooperative = True
     fast_launch = True
     convolves_channels_last = True
-    gemm_alignment = 16  # cuBLAS: 16-byte loads only
-    fast_log2 = True  # one instruction, less exact near 1; tl.log2 is a polynomial
+    gemm_alignment = 16  # cuBLAS's fast GEMMs load 16 bytes at a time
+    fast_log2 = True  # one instruction, less accurate near 1; tl.log2 is a polynomial
 
     def driver(self, index: int) -> str:
         try:
@@ -56,9 +56,9 @@ class CudaBackend(Backend):
 
     def target_from_properties(self, properties: Any) -> Target:
         major, name = properties.major, f"sm{properties.major}{properties.minor}"
-        like = next(arch for arch in (name, f"sm{major}0", "sm80") if arch in self.archs)
-        arch, device = self.archs[like], self.device_named(properties.name)
-        if like[2:-1] != str(major):
+        known_arch = next(arch for arch in (name, f"sm{major}0", "sm80") if arch in self.archs)
+        arch, device = self.archs[known_arch], self.device_named(properties.name)
+        if known_arch[2:-1] != str(major):
             arch = replace(arch, family=f"sm{major}x")
         return self.target(
             name,
@@ -69,13 +69,13 @@ class CudaBackend(Backend):
             max_threads=getattr(properties, "max_threads_per_block", 1024),
             shared_memory=getattr(properties, "shared_memory_per_block_optin", None) or arch.shared_memory,
             registers=getattr(properties, "regs_per_multiprocessor", arch.registers),
-            l2=getattr(properties, "L2_cache_size", (device or self._known(like)).l2),
+            l2=getattr(properties, "L2_cache_size", (device or self._known(known_arch)).l2),
             max_threads_per_multiprocessor=properties.max_threads_per_multi_processor,
         )
 
     def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
         if config.vendor.get("num_ctas", 1) != 1:
-            return "num_ctas > 1 does not compile on a row reduction (Triton 3.6 fails in TritonGPUPlanCTA)"
+            return "num_ctas > 1 does not compile for row reductions (Triton 3.6 fails in TritonGPUPlanCTA)"
         maxnreg = config.vendor.get("maxnreg")
         if maxnreg is not None and (type(maxnreg) is not int or not 16 <= maxnreg <= 255 or maxnreg % 8):
             return f"maxnreg={maxnreg!r} is not a multiple of 8 in 16..255"
@@ -109,7 +109,7 @@ class CudaBackend(Backend):
 
 @functools.cache
 def _has_grouped_mm(torch_version: Any) -> bool:
-    """Whether this torch's `_grouped_mm` takes any number of rows a group, on sm100 too."""
+    """Whether `_grouped_mm` of this torch accepts groups of any number of rows, also on sm100."""
     return torch_version >= (2, 9)
 
 

@@ -1,9 +1,9 @@
 """Resources of a compiled NVIDIA kernel: registers from the cubin, access widths and instructions from its PTX.
 
 The `cuobjdump` in Triton's wheel reads the cubin. PTX is the code before register allocation and scheduling, so its
-instruction counts differ from the binary's. A warp gets registers in steps of 256, warps get them in fours, and each
-resident block reserves 1 KiB of shared memory (CUDA C++ Programming Guide, "Compute Capabilities"; Hopper Tuning Guide,
-"Shared Memory").
+instruction counts differ from the binary's. For occupancy, registers of a warp are rounded up to 256, resident warps
+down to a multiple of four, and each resident block takes 1 KiB more shared memory (CUDA C++ Programming Guide, "Compute
+Capabilities"; Hopper Tuning Guide, "Shared Memory").
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..base import KIB, Resources, Target
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _WIDTH = re.compile(r"(?:\.v(\d))?\.[bsuf](\d+)$")
 _COPY = re.compile(r"\],\s*(0x[0-9a-f]+|\d+)")
-_MOST_BLOCKS = 32
+_MAX_RESIDENT_BLOCKS = 32
 
 
 def _classify(name: str, operands: str) -> tuple[str, int | None] | None:
@@ -66,7 +66,7 @@ def resources(target: Target, compiled: Any) -> Resources:
 
 
 def _usage(cubin: bytes) -> tuple[int, int, int]:
-    """(registers a thread, bytes of stack, bytes of local memory); both memories hold spills."""
+    """(registers of a thread, bytes of stack, bytes of local memory); spills are in both memories."""
     import triton
 
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
@@ -82,10 +82,10 @@ def _usage(cubin: bytes) -> tuple[int, int, int]:
 
 def _occupancy(target: Target, registers: int, shared: int, threads: int) -> float:
     warps = -(-threads // target.warp_size)
-    of_a_warp = -(-registers * target.warp_size // 256) * 256
-    resident_warps = target.registers // max(of_a_warp, 1) // 4 * 4
+    registers_a_warp = -(-registers * target.warp_size // 256) * 256
+    resident_warps = target.registers // max(registers_a_warp, 1) // 4 * 4
     blocks = min(
-        _MOST_BLOCKS,
+        _MAX_RESIDENT_BLOCKS,
         resident_warps // warps,
         target.max_threads_per_multiprocessor // threads,
         (target.shared_memory + KIB) // (shared + KIB),

@@ -3,14 +3,14 @@
 Limits: AMD CDNA 3 / CDNA 4 and RDNA 3 / RDNA 4 instruction set architecture documents (LDS size, wavefront size, VGPRs)
 and HIP's hardware table (1024 threads a block; LDS a block is 64 KiB, 160 KiB on gfx950). Devices: torch's device
 properties from public logs, and vendor figures (tests/backends/recorded.py); the MI325X from AMD's data sheet.
-torch reaches AMD through its "cuda" device type; the backend is recognised by `torch.version.hip`.
+torch's device type for AMD is "cuda"; the backend is present if `torch.version.hip` is set.
 
-A multiprocessor is what HIP counts as one: a compute unit on CDNA, a work-group processor (two compute units, four
-SIMDs) on RDNA in its default WGP mode (HIP documentation, "Hardware implementation"; ROCm/hip issues 2687 and 3767),
-so 48 on an RX 7900 XTX of 96 compute units. Registers of a multiprocessor: 512 VGPRs x 64 lanes x 4 SIMDs on CDNA
+Multiprocessors are counted as HIP counts them: a compute unit on CDNA, a work-group processor (two compute units, four
+SIMDs) on RDNA in its default WGP mode (HIP documentation, "Hardware implementation"; ROCm/hip issues 2687 and 3767).
+An RX 7900 XTX of 96 compute units has 48. Registers of a multiprocessor: 512 VGPRs x 64 lanes x 4 SIMDs on CDNA
 2 to 4 (accumulation registers included), 1536 x 32 x 4 on gfx1100, gfx1151 and gfx1201 (LLVM AMDGPU user guide,
-"Processors"; RDNA 3 ISA, "VGPRs"). They are not read from the device: ROCm releases report different numbers for the
-same gfx90a.
+"Processors"; RDNA 3 ISA, "VGPRs"). They are not read from the device, because ROCm releases report different numbers
+for gfx90a.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Pace, Target
 
 _REGISTERS = {64: 512 * 64 * 4, 32: 1536 * 32 * 4}
 _LATENCY = {64: 800.0, 32: 600.0}
-"""Nanoseconds of an access to device memory, by wavefront size. Assumed, with more for CDNA's chiplets."""
+"""Nanoseconds of an access to device memory, by wavefront size. Assumed; longer for CDNA because of its chiplets."""
 
 
 def _arch(family: str, wavefront: int, lds: int = 64 * KIB, clock: float = 2.1, float8: str = "") -> Arch:
@@ -30,7 +30,7 @@ def _arch(family: str, wavefront: int, lds: int = 64 * KIB, clock: float = 2.1, 
 
 
 def arch_of(gcn_arch_name: str) -> str:
-    """`gfx942:sramecc+:xnack-` -> `gfx942`: feature flags do not change a launch."""
+    """`gfx942:sramecc+:xnack-` -> `gfx942`; launches do not depend on the feature flags."""
     return gcn_arch_name.split(":", 1)[0]
 
 
@@ -47,7 +47,7 @@ class RocmBackend(Backend):
         "gfx1151": _arch("rdna3.5", 32, clock=2.9),
         "gfx1201": _arch("rdna4", 32, clock=2.97),
     }
-    devices = {  # each is one torch device, so half of an MI250X; the L2 is one die's, as ROCm reports it
+    devices = {  # a row is one torch device, which is half of an MI250X; L2 is counted for one die, as by ROCm
         "MI250X": Device("AMD Instinct MI250X", "gfx90a", 110, 8 * MIB, 1638),
         "MI300X": Device("AMD Instinct MI300X", "gfx942", 304, 4 * MIB, 5300),
         "MI325X": Device("AMD Instinct MI325X", "gfx942", 304, 4 * MIB, 6000),
@@ -61,7 +61,7 @@ class RocmBackend(Backend):
     def driver(self, index: int) -> str:
         try:
             return Path("/sys/module/amdgpu/version").read_text().strip()
-        except OSError:  # the kernel's own module has no version
+        except OSError:  # the module of the Linux kernel has no version file
             return ""
 
     def target_from_properties(self, properties: Any) -> Target:
@@ -82,14 +82,12 @@ class RocmBackend(Backend):
         return super()._known(arch_of(name))
 
     def illegal_here(self, target: Target, config: LaunchConfig) -> str | None:
-        # LLVM AMDGPU user guide, "amdgpu-waves-per-eu": an integer; a fraction aborts the process inside LLVM. A SIMD
-        # of CDNA holds 8 wavefronts (ROCm Compute Profiler, "Compute unit"), one of RDNA 16 (RDNA 3 ISA, "Wave
-        # states").
+        # Integers (LLVM AMDGPU user guide, "amdgpu-waves-per-eu"): a fraction aborts the process in LLVM. A SIMD holds
+        # 8 wavefronts on CDNA (ROCm Compute Profiler, "Compute unit") and 16 on RDNA (RDNA 3 ISA, "Wave states").
         waves = range(9 if target.warp_size == 64 else 17)
-        # Matrix instructions of 16x16 or 32x32 on CDNA (CDNA 3 ISA, "MFMA"), 16x16 only on RDNA (RDNA 3 ISA, "WMMA").
+        # Matrix instructions are 16x16 or 32x32 on CDNA (CDNA 3 ISA, "MFMA"), 16x16 on RDNA (RDNA 3 ISA, "WMMA").
         sizes = (0, 16, 32) if target.warp_size == 64 else (0, 16)
-        # Triton's AMD backend overwrites kpack with 1 on gfx950 (HIPOptions): 2 would name a kernel that is not
-        # launched.
+        # Triton's AMD backend replaces kpack by 1 on gfx950 (HIPOptions), so 2 would launch the same kernel.
         packs = (1,) if target.arch == "gfx950" else (1, 2)
         legal = {"waves_per_eu": waves, "matrix_instr_nonkdim": sizes, "kpack": packs}
         for option, values in legal.items():
@@ -107,8 +105,8 @@ class RocmBackend(Backend):
         return GPUTarget("hip", target.arch, target.warp_size)
 
     def pace(self, target: Target) -> Pace:
-        """CDNA: a compute unit issues one wavefront of 64 a cycle: each of its four 16-wide SIMDs takes four cycles
-        (ROCm Compute Profiler, "Pipeline descriptions"). RDNA: a work-group processor issues one on each of 4 SIMDs."""
+        """CDNA: a compute unit issues one instruction a cycle, since its four SIMDs take four cycles each for 64
+        lanes (ROCm Compute Profiler, "Pipeline descriptions"). RDNA: a work-group processor issues one on each SIMD."""
         arch = self.archs.get(target.arch, self.archs["gfx942"])
         issue = 1.0 if target.warp_size == 64 else 4.0
         return Pace(arch.clock, issue, _LATENCY[target.warp_size], into_registers=True)

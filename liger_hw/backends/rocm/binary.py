@@ -1,9 +1,9 @@
 """Resources of a compiled AMD kernel, read from the assembly text that Triton keeps beside the code object.
 
-The compiler writes registers, spills, private segment and the waves that a SIMD can hold (`; Occupancy`). Triton's LDS
-is dynamic, and only the kernel's metadata has its size. HIP's multiprocessor is a compute unit on CDNA and a work-group
-processor on RDNA. Both have four SIMDs; a work-group processor has the LDS of two compute units (RDNA 3 ISA, "Local
-data share").
+The text has registers, spills, the size of the private segment, and the waves that a SIMD can hold (`; Occupancy`). The
+size of the LDS, which Triton allocates dynamically, is in the kernel's metadata. HIP's multiprocessor is a compute unit
+on CDNA and a work-group processor on RDNA. Both have four SIMDs; a work-group processor has the LDS of two compute
+units (RDNA 3 ISA, "Local data share").
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _BITS = {"ubyte": 8, "sbyte": 8, "ushort": 16, "sshort": 16, "short": 16, "byte"
 _SIMDS = 4
 
 
-def _classify(name: str, rest: str) -> tuple[str, int | None] | None:
-    if "Folded" in rest:  # the compiler's note beside a spill or reload; on gfx90a these are buffer instructions
+def _classify(name: str, operands: str) -> tuple[str, int | None] | None:
+    if "Folded" in operands:  # a comment of the compiler at spills and reloads, which are buffer instructions on gfx90a
         return "spill", None
     if memory := _MEMORY.match(name):
         return memory[1], _bits(memory[2])
@@ -76,11 +76,11 @@ def _field(text: str, pattern: str) -> int:
     return int(match[1])
 
 
-def _occupancy(target: Target, waves_a_simd: int, shared: int, threads: int) -> float:
+def _occupancy(target: Target, simd_waves: int, shared: int, threads: int) -> float:
     waves = -(-threads // target.warp_size)
     lds = target.shared_memory * (2 if target.warp_size == 32 else 1)
     blocks = min(
-        waves_a_simd * _SIMDS // waves,
+        simd_waves * _SIMDS // waves,
         target.max_threads_per_multiprocessor // threads,
         lds // shared if shared else 1 << 30,
     )

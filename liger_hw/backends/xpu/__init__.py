@@ -1,11 +1,10 @@
 """Intel GPUs, through torch.xpu.
 
-Limits: Intel oneAPI GPU Optimization Guide (sub-group sizes, general register file modes, shared local memory of a
-work-group; "Intel Xe GPU Architecture": vector engines of an Xe-core, eight hardware threads each, one sub-group a
-thread); device numbers are read from torch.xpu's device properties. One torch device is one tile (stack) of a Max
-1550.
-PCI device ids: Linux, include/drm/intel/pciids.h. They tell the architecture where the name is a generic one, as
-"Intel(R) Graphics [0x64a0]" is for Lunar Lake.
+Limits: Intel oneAPI GPU Optimization Guide (sub-group sizes, modes of the general register file (GRF), shared local
+memory of a work-group; "Intel Xe GPU Architecture": vector engines of an Xe-core, eight hardware threads each, one
+sub-group a thread). Numbers of a device are read from torch.xpu's device properties. One torch device is one tile
+(stack) of a Max 1550. PCI device ids: Linux, include/drm/intel/pciids.h. They give the architecture if the name does
+not, as in "Intel(R) Graphics [0x64a0]", which is Lunar Lake.
 """
 
 from __future__ import annotations
@@ -16,30 +15,30 @@ from typing import Any
 
 from ..base import KIB, MIB, Arch, Backend, Device, LaunchConfig, Pace, Target
 
-GRF_MODES = ("default", "128", "256", "auto")  # no known architecture has more registers
+GRF_MODES = ("default", "128", "256", "auto")
 _SUB_GROUP = 32
 _THREADS_AN_ENGINE = 8
 _REGISTERS = 512 * KIB // 4  # of a Xe-core: 64 threads x 128 of 64 bytes, on Arc A-series 128 threads x 128 of 32 bytes
 _LARGE_GRF_SUB_GROUPS = 32
 """Most sub-groups of a work-group in the large register mode: 8 vector engines of 4 threads."""
 _SMALL_GRF_TILE = 16
-"""Elements a work-item up to which the small register mode holds a tile."""
+"""Most elements of a tile for each work-item in the small register mode."""
 _NAMES = {"pvc": ("Max",), "acm": ("A770", "A750"), "bmg": ("B580", "B570", "B60", "B50")}
 _DEVICE_IDS = {0x0B: "pvc", 0x56: "acm", 0xE2: "bmg", 0x64: "lnl"}
 
 
 def _arch(family: str, engines: int, sub_groups: tuple[int, ...], slm: int, clock: float) -> Arch:
-    """A row of the table; engines: vector engines of a Xe-core."""
+    """A row of `archs`. engines: vector engines of a Xe-core; slm: bytes of shared local memory."""
     return Arch(family, sub_groups, slm, _REGISTERS, engines * _THREADS_AN_ENGINE * _SUB_GROUP, clock)
 
 
 def arch_of(properties: Any) -> str:
-    """Architecture from the device's name or PCI id, or from its shape if neither is known."""
+    """The architecture by the device's name or PCI id or, if neither is known, its sub-group sizes and Xe-cores."""
     for arch, words in _NAMES.items():
         if any(word in properties.name for word in words):
             return arch
-    in_name = re.search(r"\[0x([0-9a-f]+)\]", properties.name.lower())
-    device_id = getattr(properties, "device_id", None) or (int(in_name[1], 16) if in_name else 0)
+    id_in_name = re.search(r"\[0x([0-9a-f]+)\]", properties.name.lower())
+    device_id = getattr(properties, "device_id", None) or (int(id_in_name[1], 16) if id_in_name else 0)
     if device_id >> 8 in _DEVICE_IDS:
         return _DEVICE_IDS[device_id >> 8]
     if 8 in getattr(properties, "sub_group_sizes", ()):
@@ -52,13 +51,13 @@ class XpuBackend(Backend):
     device_type = "xpu"
     torch_version = "xpu"
     compiler = "intel"
-    archs = {  # clocks are the data sheets' highest graphics clocks
+    archs = {  # clocks are the highest graphics clocks of the data sheets
         "pvc": _arch("xe-hpc", 8, (16, 32), 128 * KIB, clock=1.6),
         "acm": _arch("xe", 16, (8, 16, 32), 64 * KIB, clock=2.4),
         "bmg": _arch("xe2", 8, (16, 32), 128 * KIB, clock=2.85),
         "lnl": _arch("xe2", 8, (16, 32), 128 * KIB, clock=2.05),
     }
-    devices = {  # one torch device each; multiprocessors are Xe-cores
+    devices = {  # a row is one torch device
         "Max 1550": Device("Intel(R) Data Center GPU Max 1550", "pvc", 64, 192 * MIB, 1638),
         "A770": Device("Intel(R) Arc(TM) A770 Graphics", "acm", 32, 16 * MIB, 560),
         "B580": Device("Intel(R) Arc(TM) B580 Graphics", "bmg", 20, 18 * MIB, 456),
@@ -96,22 +95,22 @@ class XpuBackend(Backend):
         return None
 
     def lower(self, config: LaunchConfig) -> dict[str, Any]:
-        """Chooses the large register mode for tiles that do not fit the small one, unless the configuration chooses.
+        """The large register mode is used for tiles that do not fit the small one, unless `config` has a grf_mode.
 
         A vector engine has 128 registers of 64 bytes for each of 8 threads, or 256 for each of 4: a work-item of a
         sub-group of 32 holds 64 or 128 values (oneAPI GPU Optimization Guide, "Small Register Mode vs. Large Register
-        Mode"). A row kernel keeps two to three fp32 tiles and its addresses.
+        Mode"). A row kernel needs registers for two to three fp32 tiles and for addresses.
         """
         options = super().lower(config)
         tile = math.prod(config.blocks.values())
-        crowded = tile > _SMALL_GRF_TILE * config.num_warps * _SUB_GROUP
-        if "grf_mode" not in options and crowded and config.num_warps <= _LARGE_GRF_SUB_GROUPS:
+        needs_large = tile > _SMALL_GRF_TILE * config.num_warps * _SUB_GROUP
+        if "grf_mode" not in options and needs_large and config.num_warps <= _LARGE_GRF_SUB_GROUPS:
             options["grf_mode"] = "256"
         return options
 
     def pace(self, target: Target) -> Pace:
-        """An Xe-core computes 128 fp32 lanes a cycle, in engines of 16 (of 8 on Arc A-series): four sub-groups of 32
-        issue one instruction a cycle together ("Intel Xe GPU Architecture"). The latency is assumed."""
+        """An Xe-core computes 128 fp32 lanes a cycle, in engines of 16 (of 8 on Arc A-series), so that it issues four
+        instructions of sub-groups of 32 a cycle ("Intel Xe GPU Architecture"). The latency is assumed."""
         return Pace(self.archs[target.arch].clock, 4.0, 700.0, virtual=True)
 
     def load_hint(self, hint: str) -> tuple[str, str]:
