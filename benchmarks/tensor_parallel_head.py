@@ -61,7 +61,7 @@ class Problem:
         self.weight = torch.randn(vocab, hidden, generator=generator, device=device, dtype=dtype) * hidden**-0.5
         self.y = torch.randint(vocab, (tokens,), generator=generator, device=device)
         self.y[::10] = -100
-        self.flowing = torch.randn(tokens, generator=generator, device=device)
+        self.output_grads = torch.randn(tokens, generator=generator, device=device)
         self.rows = self.x.chunk(world)[rank].clone()
         self.part = self.weight.chunk(world)[rank].clone()
         self.expected: dict[int, list[torch.Tensor]] = {}
@@ -186,7 +186,7 @@ def step(problem: Problem, arm: Callable[[], torch.Tensor], clock: Clock) -> tor
         clock.mark()
         loss = arm()
         clock.mark()
-        loss.backward(problem.flowing if loss.dim() else None)
+        loss.backward(problem.output_grads if loss.dim() else None)
         clock.mark()
     return loss.detach()
 

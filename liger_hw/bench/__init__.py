@@ -1,1 +1,1 @@
-"""What `liger-hw bench` runs: `ops.py` times the cases of ops (`cases.py`) against `peers/`."""
+"""The code behind `liger-hw bench`: `ops.py` times the cases of ops (`cases.py`) against `peers/`."""

@@ -15,15 +15,15 @@ from .timing import Meter
 class Accuracy:
     """Relative error of an arm's outputs and gradients: ||arm - fp64|| / ||fp64||.
 
-    Rows are halved while more than 16 have over 2^26 elements (2^20 on the CPU) in the first tensor, and while the
-    reference runs out of memory.
+    The number of rows is halved while the first tensor has over 2^26 elements (2^20 on the CPU) in more than 16 rows,
+    and while the reference runs out of memory.
     """
 
     def __init__(self, case: Case, meter: Meter, first: Inputs) -> None:
-        most = 1 << (20 if meter.module is None else 26)
+        limit = 1 << (20 if meter.module is None else 26)
         self.sizes, self.inputs = case.sizes, first
         rows = max([size for name, size in zip(case.op.tunables[0].dims, case.sizes) if name in ROW_DIMS] or case.sizes)
-        while (rows > 16 and self.inputs.tensors[0].numel() > most) or not self._reference(case):
+        while (rows > 16 and self.inputs.tensors[0].numel() > limit) or not self._reference(case):
             if rows < 2:
                 raise RuntimeError("the reference in fp64 does not fit into the device's memory")
             meter.forget()
@@ -39,26 +39,26 @@ class Accuracy:
             with torch.enable_grad():
                 outputs = tensors_in(case.op.reference(*exact.args, **exact.kwargs, **exact.exact))
                 outputs = [output for output in outputs if output.is_floating_point()]
-                flowing = [inputs.gradient_for(i, output.detach().to(case.dtype)) for i, output in enumerate(outputs)]
-                pairs = [(output, flow.double()) for output, flow in zip(outputs, flowing) if output.requires_grad]
-                grads = torch.autograd.grad(
-                    [o for o, _ in pairs], exact.leaves, [g for _, g in pairs], allow_unused=True
-                )
+                output_grads = [inputs.gradient_for(i, out.detach().to(case.dtype)) for i, out in enumerate(outputs)]
+                pairs = [(output, grad.double()) for output, grad in zip(outputs, output_grads) if output.requires_grad]
+                with_grad, their_grads = [output for output, _ in pairs], [grad for _, grad in pairs]
+                grads = torch.autograd.grad(with_grad, exact.leaves, their_grads, allow_unused=True)
         except torch.OutOfMemoryError:
             return False
         self.inputs = inputs
-        self.flowing = [flow.clone() for flow in flowing]
+        self.output_grads = [grad.clone() for grad in output_grads]
         self.outputs, self.grads = [output.detach() for output in outputs], grads
         return True
 
     def of(self, function: Callable[..., Any]) -> tuple[float | None, float | None]:
         """(largest error of an output, largest error of a gradient) of an arm."""
-        mine = self.inputs.clone()
-        outputs = [o for o in tensors_in(function(*mine.args, **mine.kwargs)) if o.is_floating_point()]
-        differentiable = [(output, flow) for output, flow in zip(outputs, self.flowing) if output.requires_grad]
+        inputs = self.inputs.clone()
+        outputs = [o for o in tensors_in(function(*inputs.args, **inputs.kwargs)) if o.is_floating_point()]
+        differentiable = [(output, grad) for output, grad in zip(outputs, self.output_grads) if output.requires_grad]
         values = [output.detach().clone() for output in outputs]  # backward may overwrite outputs
-        flowing = [flow.to(output.dtype, copy=True) for output, flow in differentiable]
-        grads = torch.autograd.grad([output for output, _ in differentiable], mine.leaves, flowing, allow_unused=True)
+        output_grads = [grad.to(output.dtype, copy=True) for output, grad in differentiable]
+        with_grad = [output for output, _ in differentiable]
+        grads = torch.autograd.grad(with_grad, inputs.leaves, output_grads, allow_unused=True)
         return _worst(values, self.outputs), _worst(grads, self.grads)
 
 

@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Case:
-    """quick: measure times only, no memory or accuracy
+    """An op at problem sizes. quick: measure times only, no memory or accuracy
     prepare: changes the op's sample; limit: seconds in which an arm must be ready (default: `ops.ARM_LIMIT`)
     """
 
@@ -41,8 +41,8 @@ class Case:
 def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16) -> list[Case]:
     """The named ops, or all, at each of `sizes`, or at all their workloads.
 
-    A size is the name of a workload, numbers as `8192x4096`, `workloads` for all of an op's, or `small` for one that
-    runs in a moment anywhere. `@fp32` behind it gives its dtype. Raises `ValueError` for an unknown op, and for a size
+    A size is the name of a workload, numbers such as `8192x4096`, `workloads` for all of an op's, or `small` for a size
+    that runs quickly anywhere. `@fp32` after it sets its dtype. Raises `ValueError` for an unknown op, and for a size
     that none of the ops takes.
     """
     table = [registry.get_op(name) for name in ops] if ops else list(registry.ops().values())
@@ -77,11 +77,11 @@ def cases(ops: Sequence[str], sizes: Sequence[str] = (), dtype: torch.dtype = to
 # -- the inputs of a case ---------------------------------------------------------------------------------------------
 
 ROW_DIMS = frozenset({"n_rows", "n_tokens", "rows", "tokens", "batch", "seq", "seq_len", "n_seq", "bsz", "bt"})
-"""Names in `Tunable.dims` of sizes that may shrink without a change of what is computed for one row."""
+"""Names in `Tunable.dims` of sizes that may be reduced without changing the computation of a row."""
 
 
 def make_inputs(case: Case, sizes: tuple[int, ...], device: torch.device, seed: int) -> Inputs:
-    """Inputs from the op's sample, without keywords at their default, which a peer may not have."""
+    """Inputs from the op's sample, without keywords that have their default value: a peer may not have the keyword."""
     generator = torch.Generator(device).manual_seed(seed)
     sample = case.op.sample(sizes, case.dtype, device, generator)
     known = inspect.signature(case.op.function).parameters
@@ -90,10 +90,10 @@ def make_inputs(case: Case, sizes: tuple[int, ...], device: torch.device, seed: 
     return case.prepare(inputs) if case.prepare else inputs
 
 
-def with_few_rows(case: Case, most: int) -> tuple[int, ...]:
-    """The case's sizes, limited to `most` in the dims of `ROW_DIMS`."""
+def with_few_rows(case: Case, limit: int) -> tuple[int, ...]:
+    """The case's sizes, limited to `limit` in the dims of `ROW_DIMS`."""
     dims = case.op.tunables[0].dims
     rows = [name in ROW_DIMS for name in dims]
     if not any(rows):
         rows[0] = True
-    return tuple(min(size, most) if row else size for size, row in zip(case.sizes, rows))
+    return tuple(min(size, limit) if row else size for size, row in zip(case.sizes, rows))

@@ -1,4 +1,4 @@
-"""The least time of a case: its bytes at the measured copy rate, or its matrix products as torch runs them."""
+"""Lower bound of a case's time: its bytes at the measured copy rate, or its matrix products as torch runs them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .timing import Chain, Meter, Product
 
 
 def floor_words(vocab: int) -> int:
-    """The words of a vocabulary that count in a floor: a multiple of 8, as cuBLAS takes 6 times as long for 50257 words
-    as for 50256. A head that splits off the last word would reach 500% of a floor with all words."""
+    """The size of a vocabulary rounded down to a multiple of 8: cuBLAS takes 6 times as long for 50257 words as for
+    50256, so a head that splits off the last word would reach 500% of a floor with all words."""
     return vocab - vocab % 8 or vocab
 
 
 def linear_head(*sizes: int) -> tuple[list[Product], list[Product]]:
-    """sizes: tokens (or batch and length), hidden, vocab"""
+    """Products of an output head. sizes: tokens (or batch and length), hidden, vocab"""
     *rows, hidden, vocab = sizes
     vocab = floor_words(vocab)
     logits = (math.prod(rows), vocab, hidden, "nt")
@@ -25,13 +25,13 @@ def linear_head(*sizes: int) -> tuple[list[Product], list[Product]]:
 
 
 def two_heads(*sizes: int) -> tuple[list[Product], list[Product]]:
-    """A head, and the head of a teacher or reference model without gradient."""
+    """Products of a head, and of a teacher's or reference model's head, which has no gradient."""
     forward, both = linear_head(*sizes)
     return 2 * forward, [*forward, *both]
 
 
 def experts(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int) -> tuple[list[Product], list[Product]]:
-    """The products of a dense layer with as many rows as all experts take."""
+    """Products of all experts, counted as one dense layer with all their rows."""
     rows = n_tokens * top_k
     forward = [(rows, 2 * inner, hidden, "nt"), (rows, hidden, inner, "nt")]
     down = [(rows, inner, hidden, "nn"), (hidden, inner, rows, "tn")]

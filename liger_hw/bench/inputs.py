@@ -1,4 +1,4 @@
-"""Calls to be measured: inputs, incoming gradients, and tensors to restore."""
+"""Calls to be measured: inputs, gradients of outputs, and tensors to restore."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..autotune.record import tensors_in
 
 @dataclass
 class Inputs:
-    """Arguments of one call, and its incoming gradients (`flowing`), which are the same for every arm.
+    """Arguments of one call, and the gradients of its outputs (`output_grads`), which are the same for every arm.
 
     moved: bytes that the floor counts, forward and backward; exact: further arguments of the reference in fp64
     """
@@ -22,7 +22,7 @@ class Inputs:
     seed: int = 0
     moved: int = 0
     exact: dict[str, Any] = field(default_factory=dict)
-    flowing: dict[tuple, torch.Tensor] = field(default_factory=dict)
+    output_grads: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -34,22 +34,22 @@ class Inputs:
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in [*self.tensors, *self.flowing.values()])
+        return sum(tensor.numel() * tensor.element_size() for tensor in [*self.tensors, *self.output_grads.values()])
 
     def gradient_for(self, position: int, output: torch.Tensor) -> torch.Tensor:
         """The gradient of output number `position`, with its strides: random, or 1 for a scalar."""
         place = (position, tuple(output.shape), output.stride(), output.dtype)
-        if place not in self.flowing:
+        if place not in self.output_grads:
             if output.numel() == 1:
-                self.flowing[place] = torch.ones_like(output, requires_grad=False)
+                self.output_grads[place] = torch.ones_like(output, requires_grad=False)
             else:
                 generator = torch.Generator(output.device).manual_seed(self.seed + position)
                 values = torch.randn(output.shape, generator=generator, device=output.device, dtype=torch.float32)
-                self.flowing[place] = torch.empty_like(output, requires_grad=False).copy_(values)
-        return self.flowing[place]
+                self.output_grads[place] = torch.empty_like(output, requires_grad=False).copy_(values)
+        return self.output_grads[place]
 
     def clone(self, dtype: torch.dtype | None = None) -> "Inputs":
-        """A deep copy without incoming gradients, with floating tensors in `dtype`."""
+        """A deep copy without gradients of outputs, with floating-point tensors in `dtype`."""
 
         def copy(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -76,8 +76,8 @@ class Work:
         return [output for output in outputs if output.requires_grad]
 
     def gradients(self, inputs: Inputs, outputs: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        flowing = [inputs.gradient_for(i, output) for i, output in enumerate(outputs)]
-        return torch.autograd.grad(outputs, inputs.leaves, flowing, allow_unused=True)
+        output_grads = [inputs.gradient_for(i, output) for i, output in enumerate(outputs)]
+        return torch.autograd.grad(outputs, inputs.leaves, output_grads, allow_unused=True)
 
     def call(self, index: int = 0) -> tuple:
         """One call: (outputs, gradients)."""
@@ -86,7 +86,7 @@ class Work:
         return outputs, self.gradients(inputs, outputs) if self.backward else ()
 
     def sweep(self) -> None:
-        """One call on every set, all forwards first, so that inputs have left L2 when a backward runs."""
+        """One call on every set. All forwards run first, so that a backward does not find its inputs in L2."""
         outputs = [self.forward(inputs) for inputs in self.sets]
         if self.backward:
             for inputs, output in zip(self.sets, outputs):
@@ -94,34 +94,34 @@ class Work:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all arguments. Incoming gradients, whose size differs between arms, do not count."""
+        """Bytes of all arguments, without gradients of outputs, whose size differs between arms."""
         return sum(tensor.numel() * tensor.element_size() for inputs in self.sets for tensor in inputs.tensors)
 
     def learn_overwrites(self) -> None:
-        """Call the function to find the tensors that it overwrites, for `restore`."""
+        """Call the function and note the tensors that it overwrites, for `restore`."""
         with torch.no_grad():
             before = [tensor.detach().clone() for tensor in self.sets[0].tensors]
         outputs = self.forward(self.sets[0])
-        for position, output in enumerate(outputs):  # drawn now, not inside a timed call
+        for position, output in enumerate(outputs):  # made now, not in a timed call
             for inputs in self.sets:
                 inputs.gradient_for(position, output)
-        flowing = list(self.sets[0].flowing.values())
+        output_grads = list(self.sets[0].output_grads.values())
         with torch.no_grad():
-            before += [tensor.clone() for tensor in flowing]
+            before += [tensor.clone() for tensor in output_grads]
         if self.backward:
             self.gradients(self.sets[0], outputs)
         del outputs
-        tensors = [*self.sets[0].tensors, *flowing]
+        tensors = [*self.sets[0].tensors, *output_grads]
         changed = [i for i, (old, new) in enumerate(zip(before, tensors)) if not torch.equal(old, new.detach())]
         self.overwrites_inputs = any(i < len(self.sets[0].tensors) for i in changed)
         for number, inputs in enumerate(self.sets):
-            now = [*inputs.tensors, *inputs.flowing.values()]
+            now = [*inputs.tensors, *inputs.output_grads.values()]
             kept = before if number == 0 else {i: now[i].detach().clone() for i in changed}
             self.saved[number] = [(now[i].detach(), kept[i]) for i in changed]
         self.restore()
 
     def restore(self) -> None:
-        """Restore the tensors that a call overwrote, in few launches, so that the host stays ahead of the device."""
+        """Restore the overwritten tensors in few launches, so that the host stays ahead of the device."""
         pairs = [pair for pairs in self.saved for pair in pairs]
         with torch.no_grad():
             if pairs:
@@ -129,9 +129,9 @@ class Work:
 
 
 def sample_sets(make: Callable[[int], Inputs], l2: int) -> list[Inputs]:
-    """Input sets that together have 4 times the size of L2, at most 32; a single one if it has 16 times the size.
+    """Input sets, at most 32, that together have 4 times the size of L2; a single set if it has 16 times the size.
 
-    make(seed): draws a set. Tiny inputs stay in L2, as they do in use.
+    make(seed): returns a set. Tiny inputs stay in L2, as they do in training.
     """
     first = make(0)
     if first.bytes >= 16 * l2:

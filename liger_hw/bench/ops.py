@@ -1,4 +1,4 @@
-"""Runs cases: times, share of the floor, peak memory and error against fp64 of each arm.
+"""Runs cases: measures times, share of the floor, peak memory and the error against fp64 for each arm.
 
     rows = bench(cases(["rms_norm"], ["mistral_7b", "8192x8192"]), "cuda", against=("torch", "liger"))
 
@@ -28,14 +28,14 @@ from .inputs import Inputs, Work, sample_sets
 from .timing import Budget, Chain, Meter, OutOfBudget, Runner, Stats, interleave
 
 ARM_LIMIT, QUICK_ARM_LIMIT = 30, 20
-"""Seconds in which an arm must have compiled, warmed up and been checked; the second for `quick` cases."""
+"""Seconds that an arm may take to compile, warm up and be checked, and the same for `quick` cases."""
 SETTLE_MS = 150.0
-"""GEMM-bound ops and their floors run this long before they are timed: after a device was idle or copying, matrix
-products run 12% faster for 100 ms (H200)."""
+"""Milliseconds that GEMM-bound ops and their floors run before they are timed: after the device was idle or copying,
+matrix products are 12% faster for 100 ms (H200)."""
 
 
 class DeviceLost(RuntimeError):
-    """The device stopped answering after an arm failed, so this process can measure nothing further."""
+    """The device stopped answering after an arm failed; this process cannot continue."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ def bench(
     on_case: Callable[[Case], None] = lambda case: None,
     on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """Measure every case and return the rows. on_case: gets a case that begins; on_rows: gets a case's rows
+    """Measure every case and return the rows. on_case: called with each case before it begins; on_rows: with its rows
 
     Raises `OutOfBudget` if the budget ends before the last case, and `DeviceLost`.
     """
@@ -92,7 +92,7 @@ def bench(
         finally:
             meter.forget()
         if not rows:
-            gc.freeze()  # later collections skip what peers and compilers have loaded
+            gc.freeze()  # later collections skip the objects of peers and compilers
         rows += new
         on_rows(new)
     return rows
@@ -128,7 +128,7 @@ def _bench_case(
 
 @contextlib.contextmanager
 def at_most(seconds: int, what: str) -> Iterator[None]:
-    """Raise `TimeoutError` in a block that takes longer, as peers' tuning may. No effect outside the main thread."""
+    """Raise `TimeoutError` in a block that takes longer (peers may tune). No effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
@@ -172,7 +172,7 @@ def _prepare(
 
 
 def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: int) -> dict[str, float]:
-    """Time the arms in turn, and with them the products of a GEMM-bound op. Returns its floors by mode."""
+    """Time the arms in turn, together with a GEMM-bound op's matrix products. Returns the op's floors by mode."""
     runners: dict[tuple[str, str], Runner] = {}
     if case.op.name in PRODUCTS:
         chains = dict(zip(("fwd", "full"), PRODUCTS[case.op.name](*case.sizes)))
@@ -196,8 +196,8 @@ def _measure(arms: list[Arm], case: Case, meter: Meter, needed: tuple, repeats: 
 def _alive(meter: Meter, error: BaseException) -> None:
     try:
         meter.synchronize()
-    except Exception as dead:
-        raise DeviceLost(f"the device stopped answering ({first_line(dead)}) after: {first_line(error)}") from error
+    except Exception as lost:
+        raise DeviceLost(f"the device stopped answering ({first_line(lost)}) after: {first_line(error)}") from error
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def _alive(meter: Meter, error: BaseException) -> None:
 def _row(
     case: Case, arm: Arm, mode: str, floors: dict, kind: str, sets: list[Inputs], meter: Meter, started: float
 ) -> dict[str, Any]:
-    """Times are milliseconds of a call; share: floor over time; errors are relative to fp64."""
+    """Times are milliseconds per call; share: floor divided by time; errors are relative to fp64."""
     times = arm.times.get(mode)
     if mode == "bwd" and {"full", "fwd"} <= arm.times.keys():
         times = arm.times["full"].minus(arm.times["fwd"])
@@ -244,7 +244,7 @@ def _row(
 
 
 def _config(case: Case, meter: Meter) -> list[dict[str, Any]] | None:
-    if case.op.name not in registry.ops():  # a benchmark's own case, made of other ops
+    if case.op.name not in registry.ops():  # an op that a benchmark defines from other ops
         return None
     explanations = registry.explain(case.op.name, case.sizes, case.dtype, meter.device)
     return [

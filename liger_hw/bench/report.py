@@ -1,4 +1,4 @@
-"""Output of benchmarks: facts of the machine, a JSON file, a table."""
+"""Output of benchmarks: facts about the machine, a JSON file, a table."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def git_commit() -> str | None:
 
 
 def save(path: str | os.PathLike, document: dict[str, Any]) -> None:
-    """Write JSON with a line for each of `rows`, whose numbers keep six digits. A killed run leaves a complete file.
+    """Write JSON with a line for each of `rows`; numbers in rows have six digits. The file is replaced as a whole.
 
     path: `-` is standard output; a name that ends in `.gz` is compressed
     """
@@ -90,7 +90,7 @@ def as_text(rows: Sequence[dict[str, Any]]) -> str:
         cases.setdefault((row["op"], "x".join(map(str, row["sizes"])), row["mode"]), []).append(row)
     for case, arms in cases.items():
         lines.append((" ".join(case) + _speed(arms),))
-        lines += [_cells(row) for row in arms if row["status"] == "ok"]  # the notes have the others
+        lines += [_cells(row) for row in arms if row["status"] == "ok"]  # others are in the notes
     return "\n".join([table(lines), *_remarks(rows)])
 
 

@@ -2,8 +2,8 @@
 
 Calls over several input sets are captured in a graph and replayed. All forwards run before the backwards, so that a
 call does not find data in L2 that a large model would have evicted. Arms are interleaved. A call that waits for the
-device, which no graph can capture, is timed between events (`method="events"`), as is every call of a device without
-graphs; the CPU by the wall clock (`method="wall"`). Floors are a large copy and the op's matrix products alone.
+device cannot be captured in a graph and is timed between events (`method="events"`), as is every call on a device
+without graphs. On a CPU, calls are timed by the wall clock (`method="wall"`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Stats:
-    """Milliseconds of a call, over all samples. repeats: the median of each repeat"""
+    """Milliseconds per call, over all samples. repeats: the median of each repeat"""
 
     median: float
     p20: float
@@ -69,7 +69,7 @@ class Stats:
         )
 
     def minus(self, other: "Stats") -> "Stats":
-        """Statistics of a difference, as backward = full - forward; p20 and p80 assume the worst of both spreads."""
+        """Statistics of a difference, such as full - forward; p20 and p80 combine the extremes of both."""
         return Stats(
             median=self.median - other.median,
             p20=self.p20 - other.p80,
@@ -83,7 +83,7 @@ class Stats:
 
 
 class Meter(Clock):
-    """A device and how it is timed. graphs: whether calls can be captured on it
+    """A `Clock` that captures calls, flushes L2 and measures memory. graphs: whether the device can capture calls
 
     With graphs, a side stream is the current one from construction to the end of a `with` block.
     """
@@ -105,7 +105,7 @@ class Meter(Clock):
         return "wall" if self.module is None else "events"
 
     def forget(self) -> None:
-        """Free the memory of finished cases, which would count in the next case's peak."""
+        """Free the memory of finished cases, so that the next case's peak does not include it."""
         gc.collect()
         self._pool = None
         if self.module is not None:
@@ -115,7 +115,7 @@ class Meter(Clock):
     # -- capture
 
     def waits(self, work: Work) -> str:
-        """Why a warm call waits for the device, or "". Checked first, as a failed capture breaks the random state."""
+        """Why a warm call waits for the device, or "". Tested first, since a failed capture breaks the RNG state."""
         if not hasattr(self.module, "set_sync_debug_mode"):
             return ""
         self.synchronize()
@@ -134,7 +134,7 @@ class Meter(Clock):
         return ""
 
     def capture(self, work: Work, rounds: int = 1) -> Replay:
-        """`rounds` sweeps over the sets of a warm call as one graph. Raises `NotCapturable`."""
+        """Capture `rounds` sweeps over all input sets in one graph; calls must be warm. Raises `NotCapturable`."""
         if not self.graphs:
             raise NotCapturable("no graphs")
         if why := self.waits(work):
@@ -156,10 +156,10 @@ class Meter(Clock):
         return Replay(self, work, replay, rounds)
 
     def runner(self, work: Work, floor_ms: float) -> Runner:
-        """A replayed graph of a warm call, else its single calls, whose `why` says why there is no graph.
+        """A `Replay` of a warm call, or `Calls` if it cannot be captured.
 
-        The graph runs for about 2 ms by the floor, so that its launch is negligible. It has a single sweep if calls
-        overwrite their inputs, and from 17 input sets on, which are small: a second sweep would find them in L2.
+        At the floor's speed the graph runs for about 2 ms, so that its launch is negligible. It has a single sweep if
+        calls overwrite their inputs, or there are more than 16 sets, which a second sweep would find in L2.
         """
         sweep_ms = max(floor_ms, 1e-3) * len(work.sets)
         rounds = 1 if work.overwrites_inputs else int(max(1, min(16, 32 // len(work.sets), 2.0 / sweep_ms)))
@@ -171,7 +171,7 @@ class Meter(Clock):
     # -- other measures
 
     def busy(self) -> None:
-        """Occupy the device for about a millisecond, so that the host is ahead when timing starts; flushes L2 too."""
+        """Occupy the device for about a millisecond, so that the host is ahead when timing starts. Flushes L2 too."""
         for _ in range(8):
             self._fill(1 << 62)
 
@@ -179,21 +179,21 @@ class Meter(Clock):
         """Evict L2 by reading and writing four times its size."""
         self._fill(2 * self.l2)
 
-    def _fill(self, most: int) -> None:
+    def _fill(self, n_bytes: int) -> None:
         if self.module is None:
             return
         if self._filler is None:
             size = max(4 * self.l2, 256 * MIB)
             self._filler = tuple(torch.ones(size, dtype=torch.uint8, device=self.device) for _ in range(2))
         target, source = self._filler
-        target[:most].copy_(source[:most])
+        target[:n_bytes].copy_(source[:n_bytes])
 
     def each(self, times: int, call: Callable[[], Any], before: Callable[[], Any] = nothing) -> list[float]:
         self.busy()
         return super().each(times, call, before)
 
     def host_us(self, call: Callable[[], Any], calls: int = 20, blocks: int = 12) -> float:
-        """Microseconds in which the host enqueues one call: the median over blocks.
+        """Microseconds that the host takes to enqueue one call: the median over blocks.
 
         The call must be small, so that the launch queue does not fill.
         """
@@ -210,7 +210,7 @@ class Meter(Clock):
         return statistics.median(samples)
 
     def peak_mib(self, work: Work) -> float | None:
-        """MiB at a call's peak beyond what was allocated before, results included. None on the CPU."""
+        """Peak MiB that a call allocates, including its results. None on the CPU."""
         if self.module is None:
             return None
         work.call()
@@ -226,7 +226,7 @@ class Meter(Clock):
         return peak / MIB
 
     def kept_mib(self, work: Work) -> float | None:
-        """MiB that a forward leaves allocated, outputs included. None on the CPU."""
+        """MiB that are still allocated after a forward, including its outputs. None on the CPU."""
         if self.module is None:
             return None
         self.synchronize()
@@ -245,7 +245,7 @@ Product = tuple[int, int, int, str]
 
 
 class Runner:
-    """One arm. calls: in each timed sample; why: why the call is not captured in a graph, or ""
+    """How one arm is run. calls: in each timed sample; why: why the call is not captured in a graph, or ""
 
     flushes: whether L2 is flushed before each sample
     """
@@ -253,7 +253,7 @@ class Runner:
     method, why, calls, flushes = "graph", "", 1, False
 
     def burst(self, times: int) -> list[float]:
-        """`times` samples in milliseconds of a call."""
+        """`times` samples, in milliseconds per call."""
         raise NotImplementedError
 
     def cost_ms(self) -> float:
@@ -263,9 +263,9 @@ class Runner:
 class Replay(Runner):
     """A captured graph.
 
-    L2 is in the same state for every arm. Restoring overwritten inputs brings these into L2, while other inputs are
-    there from the last replay only if all fit. So where they do not fit (four times their bytes, for what a call
-    allocates, exceed half of L2), L2 is flushed before each replay.
+    L2 must be in the same state for every arm, but restoring overwritten inputs loads these into L2. So L2 is flushed
+    before each replay, unless all inputs and what the calls allocate (together about four times the inputs) fit half
+    of L2 and stay there from the last replay.
     """
 
     def __init__(self, meter: Meter, work: Work, replay: Callable[[], None], rounds: int) -> None:
@@ -298,7 +298,7 @@ class Calls(Runner):
 
 
 class Chain(Runner):
-    """Matrix products one after the other; operands of one shape share a random matrix."""
+    """Consecutive matrix products, as a floor. Operands of one shape share a random matrix."""
 
     def __init__(self, meter: Meter, products: Sequence[Product], dtype: torch.dtype) -> None:
         drawn: dict[tuple[int, int], torch.Tensor] = {}
@@ -330,7 +330,7 @@ def interleave(
 ) -> tuple[dict[Any, Stats], dict[Any, str]]:
     """Time the runners in turn, `repeats` times; returns (statistics, errors) by name. Failed arms do not run again.
 
-    settle_ms: untimed start of each burst, so that no arm is timed at the clock frequency of the arm before it
+    settle_ms: untimed time at the start of each burst, in which the clock frequency adapts to the arm
     """
     samples: dict[Any, list[list[float]]] = {name: [] for name in runners}
     errors: dict[Any, str] = {}

@@ -99,7 +99,7 @@ def test_overwritten_inputs_and_gradients_are_put_back(meter):
     work = Work(Overwriting.apply, sets, backward=True)
     work.learn_overwrites()
     assert work.overwrites_inputs
-    flowing = [next(iter(each.flowing.values())).clone() for each in sets]
+    flowing = [next(iter(each.output_grads.values())).clone() for each in sets]
     for position, each in enumerate(sets):
         assert torch.equal(each.args[0], before[position])
     work.sweep()
@@ -107,7 +107,7 @@ def test_overwritten_inputs_and_gradients_are_put_back(meter):
     work.restore()
     for position, each in enumerate(sets):
         assert torch.equal(each.args[0], before[position])
-        assert torch.equal(next(iter(each.flowing.values())), flowing[position])
+        assert torch.equal(next(iter(each.output_grads.values())), flowing[position])
     assert meter.runner(work, floor_ms=1e-3).calls == 2  # a second sweep would read what the first one wrote
 
 

@@ -27,8 +27,8 @@ OURS = "liger_hw"
 
 @dataclass(frozen=True)
 class Peer:
-    """module: to import; distribution: for its version; build(op): returns the op's function or raises `Absent`
-    chosen: a context manager that yields the names of the implementations that the peer chose in its block, if any
+    """module: its import; distribution: has its version; build(op): returns the op's function or raises `Absent`
+    chosen: a context manager that yields the set of implementations that the peer chooses in the block
     """
 
     name: str
@@ -45,7 +45,7 @@ class Peer:
 
 
 def arm(name: str, op: Op) -> Callable[..., Any]:
-    """The function of an arm for an op. Raises `Absent`."""
+    """An arm's function for an op. Raises `Absent`."""
     if name == OURS:
         return op.function
     if name not in PEERS:
@@ -65,7 +65,7 @@ def _liger(op: Op) -> Callable[..., Any]:
 
 
 def _compile(op: Op) -> Callable[..., Any]:
-    torch.compiler.reset()  # every case gets a fresh compile, none is refused for too many recompiles
+    torch.compiler.reset()  # otherwise torch stops compiling after too many recompilations
     return torch.compile(_torch(op), dynamic=False)
 
 

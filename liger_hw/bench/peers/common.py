@@ -1,4 +1,4 @@
-"""Errors for an op or an option that a peer does not have."""
+"""Errors for ops and options that a peer does not have."""
 
 from __future__ import annotations
 

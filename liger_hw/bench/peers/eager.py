@@ -1,6 +1,6 @@
-"""torch: each op eager, as models write it, in a function of the op's name that takes the arguments of its sample.
+"""The peer `torch`: each op in eager mode, as models write it, by the op's name and with the arguments of its sample.
 
-Ops without one are written as their reference.
+For ops that are not here, models write the reference.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def _rotate_pairs(x):
     return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
 
 
-def _turn(q, k, cos, sin, rotate=_rotate_half):
+def _rotate(q, k, cos, sin, rotate=_rotate_half):
     return q * cos + rotate(q) * sin, k * cos + rotate(k) * sin
 
 
 def rope(q, k, cos, sin, shared_halves):
-    return _turn(q, k, cos.unsqueeze(1), sin.unsqueeze(1))
+    return _rotate(q, k, cos.unsqueeze(1), sin.unsqueeze(1))
 
 
 def qwen2vl_mrope(q, k, cos, sin, mrope_section, shared_halves):
@@ -44,22 +44,22 @@ def qwen2vl_mrope(q, k, cos, sin, mrope_section, shared_halves):
 
 
 def llama4_rope(xq, xk, freqs_cis):
-    def turned(x):
+    def rotated(x):
         pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * freqs_cis[:, :, None, :]).flatten(3).type_as(x)
 
-    return turned(xq), turned(xk)
+    return rotated(xq), rotated(xk)
 
 
 def vision_rope(q, k, cos, sin, shared_halves):
-    turned = _turn(q.float(), k.float(), cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float())
-    return turned[0].to(q.dtype), turned[1].to(k.dtype)
+    rotated = _rotate(q.float(), k.float(), cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float())
+    return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
 
 
 def interleaved_rope(q, k, cos, sin, shared_halves):
     half = cos.shape[-1] // 2
     cos, sin = (x[..., :half].unsqueeze(1).repeat_interleave(2, dim=-1) for x in (cos, sin))
-    return _turn(q, k, cos, sin, _rotate_pairs)
+    return _rotate(q, k, cos, sin, _rotate_pairs)
 
 
 def qk_norm_rope(q, k, q_weight, k_weight, cos, sin, *how, shared_halves):

@@ -1,7 +1,7 @@
-"""liger-kernel as a peer: the function here of the op's name, else `liger_<op>` of its functional API.
+"""liger-kernel as a peer: the function of the op's name in this file, or else `liger_<op>` of Liger's functional API.
 
-Liger 0.8.5 has two implementations of rope, JSD and the loss of its fused head. Each call chooses CuTe DSL on an NVIDIA
-GPU where `cutlass.cute` can be imported, else Triton. `chosen` records which ran.
+Liger 0.8.5 has two implementations of rope, JSD and its fused linear loss. Each call chooses CuTe DSL on an NVIDIA GPU
+if `cutlass.cute` can be imported, else Triton. `chosen` records the choice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .common import Absent
 
 @contextlib.contextmanager
 def chosen() -> Iterator[set[str]]:
-    """Yields the set of implementations that Liger chose in the block, as `nvidia-cutedsl`; `triton` if none."""
+    """Yields the set of implementations that Liger chooses in the block, such as `nvidia-cutedsl`; default `triton`."""
     names: set[str] = set()
     try:
         dispatch = importlib.import_module("liger_kernel.backends.dispatch")
@@ -46,7 +46,7 @@ def chosen() -> Iterator[set[str]]:
 
 
 def environment() -> dict[str, Any] | None:
-    """Facts by which Liger chooses an implementation; None if it is not installed."""
+    """Facts on which Liger's choice of an implementation depends; None if Liger is not installed."""
     try:
         version = metadata.version("liger-kernel")
     except metadata.PackageNotFoundError:
