@@ -266,7 +266,7 @@ def test_explain_says_what_it_cannot_tell(capsys, monkeypatch):
     from liger_hw.runtime import triton_import as _triton
 
     words = ("explain", "rms_norm", "--shape", "2x4096", "--device")
-    assert "on the cpu its reference in torch runs" in said(capsys, *words, "cpu")[1]
+    assert "the cpu runs the op's reference in torch" in said(capsys, *words, "cpu")[1]
     with monkeypatch.context() as patch:
         patch.setattr(aot, "trace", lambda *args, **kwargs: 1 / 0)
         code, out, err = said(capsys, *words, "h200")
