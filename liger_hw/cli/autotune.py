@@ -236,7 +236,7 @@ def _choose_without_device(arguments: argparse.Namespace, targets: list[Target])
             print(f"  {export}    # here; copy it; there: liger-hw cache import {name}.json", file=sys.stderr)
         print("  then: liger-hw autotune    # measures there, and replaces slower entries", file=sys.stderr)
     elif not progress.interrupted and not progress.left_out:
-        print("no predicted gain over the heuristics is large enough, so there is nothing to ship", file=sys.stderr)
+        print("nothing is predicted to beat the heuristics by enough, so there is nothing to ship", file=sys.stderr)
     counts = f": of {progress.count} kernels and keys {stored} stored, {failed} failed"
     return progress.conclude(counts, "the same command continues; Triton has cached the compiled kernels", failed > 0)
 
