@@ -95,7 +95,7 @@ def test_lock_overwrites_only_when_told_to(capsys, tmp_path):
     assert "nothing is launched on a CPU" in printed(capsys, *words, code=2) and not file.exists()
     assert said(capsys, *words, "--device", "sm90")[0] == 0
     code, out, _ = said(capsys, "lock", "--check", str(file))
-    assert code == 0 and "0 differ from the configurations that NVIDIA H100" in out, "where no kernel runs, its own device is asked"
+    assert code == 0 and "0 differ from the configurations that NVIDIA H100" in out, "the device of the file is used"
     before = file.read_text()
     assert "--force" in printed(capsys, *words, "--device", "gfx942", code=2) and file.read_text() == before
     code, _, err = said(capsys, *words[:-1], str(tmp_path), "--device", "gfx942")
