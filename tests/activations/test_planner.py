@@ -17,7 +17,7 @@ from harness import printed
 import liger_hw
 from liger_hw.autotune import models
 from liger_hw.cli import main
-from liger_hw.kernels.heads.head_targets import most_frequent
+from liger_hw.kernels.heads.head_targets import max_frequent
 from liger_hw.kernels.heads.linear_head import MAX_PLAIN_CHUNKS, padded, plan_chunks
 from liger_hw.recompute import recipes
 from liger_hw.recompute.levels import DEFAULT, LEVELS, level_of_each
@@ -130,7 +130,7 @@ def test_the_default_pays_for_a_chunk_of_logits(name, batch, engine):
     chunks = plan_chunks(rows, model.hidden, model.vocab, 2, with_targets=True)
     ours = chunks.rows * padded(model.vocab) * 2
     if len(chunks.bounds) > MAX_PLAIN_CHUNKS:  # sums of frequent targets, and their columns of a chunk
-        ours += most_frequent(rows, model.vocab) * (model.hidden * 4 + chunks.rows * 2)
+        ours += max_frequent(rows, model.vocab) * (model.hidden * 4 + chunks.rows * 2)
     liger = 1 << (math.ceil(rows / math.ceil(model.vocab / model.hidden)) - 1).bit_length()
     assert ours - liger * model.vocab * 2 < planner.layer.kept["keep"] - planner.layer.kept["cheap"]
 

@@ -151,13 +151,13 @@ from liger_hw import registry
 from liger_hw.autotune import compile_ahead
 from liger_hw.backends import known_target
 from liger_hw.kernels.moe.fused_moe import FusedMoEFunction, sample
-from liger_hw.kernels.moe.reference import Gate, How
+from liger_hw.kernels.moe.reference import ExpertOptions, Gate
 from liger_hw.runtime.launch import LaunchTracer, observing
 args = sample((64, 64, 48, 8, 2), torch.bfloat16, torch.device("cpu"), torch.Generator()).args
 names = []
 tracer = LaunchTracer(lambda plan, *launch: names.append(plan.tunable.name))
 with registry.pretend(known_target("sm90")), observing(tracer):
-    compile_ahead.run_on_fakes(FusedMoEFunction, (*args, None, None, How(Gate.checked("", activation="silu"), False)))
+    compile_ahead.run_on_fakes(FusedMoEFunction, (*args, None, None, ExpertOptions(Gate.checked(""), False)))
 assert names[-1] == "fused_moe.down_weights", names
 print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 """

@@ -176,7 +176,7 @@ def test_a_library_s_routine_is_a_candidate_like_any(measurer, monkeypatch):
     sizes, grouped, library = (24, 16, 8, 3, 2), [], products.LIBRARY
     original = private.grouped_matmul
     monkeypatch.setattr(private, "grouped_matmul", lambda *args, **more: grouped.append(1) or original(*args, **more))
-    monkeypatch.setattr(products, "_library_takes", lambda plan, *_: plan.config.blocks["ENGINE"] == library)
+    monkeypatch.setattr(products, "_uses_library", lambda plan, *_: plan.config.blocks["ENGINE"] == library)
     jobs = {job.variant: job for job in launched(measurer, "fused_moe", sizes)}
     for variant in ("down", "up_weights"):
         tunable = registry.get_tunable(f"fused_moe.{variant}")

@@ -15,7 +15,7 @@ from liger_hw import private
 from liger_hw.backends import known_target
 from liger_hw.kernels.moe import products
 from liger_hw.kernels.moe.fused_moe import FusedMoEFunction, LigerExperts, fused_moe_reference, liger_fused_moe
-from liger_hw.kernels.moe.reference import Gate, How
+from liger_hw.kernels.moe.reference import ExpertOptions, Gate
 from liger_hw.registry import Sample, backend, get_op, override, pretend
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 9, 24, 16, 6, 2
@@ -238,7 +238,7 @@ def test_the_library(lane, monkeypatch, seed, options):
     dtype, target = torch.bfloat16, known_target("h200")
     if lane.device == "cpu":
         dtype = torch.float32
-        monkeypatch.setattr(products, "_library_takes", lambda plan, *operands: True)
+        monkeypatch.setattr(products, "_uses_library", lambda plan, *operands: True)
     elif products.UP.plan(torch.empty(0, device=lane.device).device, LARGE).target.arch not in ("sm90", "sm100"):
         pytest.skip("this device has no grouped GEMM of its own")
     config = products.UP_WEIGHTS.heuristic(target, LARGE)
@@ -258,7 +258,7 @@ def test_a_library_that_fails_is_quarantined(lane, monkeypatch, generator, seed,
         raise RuntimeError("torch._grouped_mm is only supported on CUDA devices with compute capability = 9.0")
 
     monkeypatch.setattr(private, "grouped_matmul", refused)
-    monkeypatch.setattr(products, "_library_takes", lambda plan, *_: plan.config.blocks["ENGINE"] == products.LIBRARY)
+    monkeypatch.setattr(products, "_uses_library", lambda plan, *_: plan.config.blocks["ENGINE"] == products.LIBRARY)
     by_library = products._tile(16, 16, 16, 1, 1, products.LIBRARY, TILES=1)
     with caplog.at_level("WARNING", "liger_hw"), _products({}, config=by_library):
         for _ in range(2):
@@ -274,7 +274,7 @@ def test_other_errors_of_the_library_are_raised(lane, monkeypatch, generator, cl
         raise error("CUDA out of memory")
 
     monkeypatch.setattr(private, "grouped_matmul", failing)
-    monkeypatch.setattr(products, "_library_takes", lambda plan, *operands: True)
+    monkeypatch.setattr(products, "_uses_library", lambda plan, *operands: True)
     with pytest.raises(error, match="out of memory"):
         liger_fused_moe(*sample(lane, generator, ROUTES["one token"]).args)
 
@@ -297,7 +297,7 @@ def test_what_the_library_does_not_take():
     with pretend(known_target("h200")):
         plan = products.UP_WEIGHTS.plan(torch.device("cpu"), LARGE)
         assert plan.config.blocks["ENGINE"] == products.LIBRARY
-        assert not products._library_takes(plan, aligned.bfloat16())
+        assert not products._uses_library(plan, aligned.bfloat16())
 
 
 @pytest.mark.lanes("gpu")
@@ -447,7 +447,7 @@ def test_pre_activations_without_an_expert_are_zero(lane, generator, has_gate):
     x, up, down, index, weights = (t.detach() for t in sample(lane, generator, route).args)
     up = up if has_gate else up[:, :INNER].contiguous()
     gate = Gate("relu2", has_gate=has_gate)
-    z, offsets = FusedMoEFunction.fwd(x, up, down, index, weights, None, None, How(gate, False))[1:6:4]
+    z, offsets = FusedMoEFunction.fwd(x, up, down, index, weights, None, None, ExpertOptions(gate, False))[1:6:4]
     own = int(offsets[-1])
     assert own < len(z) and z[:own].any() and not z.isnan().any() and not z[own:].any()
 
@@ -456,6 +456,6 @@ def test_pre_activations_without_an_expert_are_zero(lane, generator, has_gate):
 def test_what_is_saved(lane, generator):
     """The pre-activations and five lists of integers; no row of x is stored a second time."""
     x, up, down, index, weights = (t.detach() for t in sample(lane, generator, ROUTES["all to one expert"]).args)
-    _, z, *rest = FusedMoEFunction.fwd(x, up, down, index, weights, None, None, How(Gate(), False))
+    _, z, *rest = FusedMoEFunction.fwd(x, up, down, index, weights, None, None, ExpertOptions(Gate(), False))
     assert z.shape == (TOKENS * TOP_K, 2 * INNER)
     assert all(t.dtype == torch.int32 and t.numel() <= TOKENS * TOP_K for t in rest)

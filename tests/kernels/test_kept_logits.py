@@ -37,7 +37,7 @@ def narrow(monkeypatch):
     for name, value in {"SLICE_STEP": 16, "MIN_SLICE_WIDTH": 16, "STEP": 1}.items():
         monkeypatch.setattr(kept_logits, name, value)
     for module in (kept_logits, fused_linear_log_probs):
-        monkeypatch.setattr(module, "TILE", 4)
+        monkeypatch.setattr(module, "INVARIANT_ROWS", 4)
     seen = []
 
     def plan(rest):
@@ -166,8 +166,8 @@ def test_tokens_of_probability_zero(lane, narrow, generator, rest):
     "hidden, vocab", [(4096, 32768), (4096, 50257), (4096, 128256), (2304, 256000), (4096, 151936)]
 )
 def test_memory(n_rows, hidden, vocab):
-    """Kept rows, tail and fp32 sums take at most SPARE of the weight gradient, up to 8192 rows of 4096 at most 2.5 GiB
-    with the gradients."""
+    """Kept rows, tail and fp32 sums take at most EXTRA_MEMORY times the weight gradient; up to 8192 rows of 4096 take
+    at most 2.5 GiB with the gradients."""
     kept = plan_kept(n_rows, hidden, vocab, 2)
     if kept is None:
         assert n_rows > kept_logits.MAX_SLABS * hidden
@@ -176,7 +176,7 @@ def test_memory(n_rows, hidden, vocab):
     most = rest if kept.rest < rest else 0
     sums = max(most, kept.slab if kept.width < 2 * kept.slab else 0) * hidden * 4
     spare = 2 * (kept.tail + kept.rest * vocab) + sums
-    assert spare <= kept_logits.SPARE * 2 * vocab * hidden or not kept.slab
+    assert spare <= kept_logits.EXTRA_MEMORY * 2 * vocab * hidden or not kept.slab
     assert n_rows > 8192 or spare + 2 * (vocab + n_rows) * hidden < 2.5 * 2**30
 
 

@@ -89,7 +89,7 @@ def test_batch_invariant_rows(lane, generator, monkeypatch, keeps):
     """A row's results are the same bits alone, among others, in another place and in a longer batch."""
     large = lane.name == "gpu"
     if not large:
-        monkeypatch.setattr(head, "TILE", 16)
+        monkeypatch.setattr(head, "INVARIANT_ROWS", 16)
     sizes = {"rows": 2500, "hidden": 512, "vocab": 20000} if large else {"rows": 50, "hidden": 24, "vocab": 101}
     x, weight, target = _head(lane, generator, **sizes, dtype=torch.bfloat16 if large else torch.float32)
     weight.requires_grad_(keeps)

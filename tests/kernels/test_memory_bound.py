@@ -87,7 +87,7 @@ def test_softmax_of_hard_rows_kept_narrow(lane):
 @pytest.mark.parametrize("dim", [2, -3, 1.0])
 @pytest.mark.cpu
 def test_sparsemax_refuses_what_is_no_dimension(dim):
-    with pytest.raises(ValueError, match=f"dim must be a dimension of input, which has 2, got {dim}"):
+    with pytest.raises(ValueError, match=f"dim must be a dimension of the 2-D input, got {dim}"):
         registry.get_op("sparsemax").function(torch.zeros(3, 4), dim)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_hw.kernels.heads.mm_int8int2 import _EXACT, matmul, pack_weights, unpack_weights
+from liger_hw.kernels.heads.mm_int8int2 import _EXACT_SUM_LENGTH, matmul, pack_weights, unpack_weights
 
 
 @pytest.mark.cpu
@@ -19,7 +19,7 @@ def test_packing():
 
 
 @pytest.mark.lanes("cpu", "gpu")
-@pytest.mark.parametrize("m, k, n", [(1, 4, 1), (17, 20, 9), (33, 128, 24), (3, 4 * _EXACT, 2), (0, 8, 3)])
+@pytest.mark.parametrize("m, k, n", [(1, 4, 1), (17, 20, 9), (33, 128, 24), (3, 4 * _EXACT_SUM_LENGTH, 2), (0, 8, 3)])
 def test_products(lane, generator, m, k, n):
     a = torch.randint(-128, 128, (m, k), generator=generator, dtype=torch.int8)
     weights = torch.randint(-1, 3, (k, n), generator=generator, dtype=torch.int8)

@@ -1,11 +1,11 @@
-"""Neighbourhood attention over a sequence: a token attends to those at most kernel_size // 2 steps of `dilation` away.
+"""Neighbourhood attention: token i attends to the tokens i + dilation * n, where |n| <= kernel_size // 2.
 
     o_i = sum over j of  softmax over j of (scale * q_i . k_j) * v_j,    j = i + dilation * (-half, ..., half)
 
-Here half = kernel_size // 2, and j runs over the tokens that exist.
+Here half = kernel_size // 2; j outside the sequence are left out.
 
-Scores and sums are fp32. In half precision the softmax's weights, and the gradients of the scores, are rounded before
-they are multiplied. Saved for backward: query, key, value and, in fp32, the logarithm of each softmax's sum.
+Scores and sums are fp32. In half precision the softmax's weights and the gradients of the scores are rounded before
+they are multiplied. Saved for backward: query, key, value and, in fp32, each query's log2 of the softmax's sum.
 Backward, with p the weights and dp_ij = do_i . v_j:  ds_ij = p_ij * (dp_ij - sum over m of p_im dp_im),
 dv_j = sum over i of p_ij do_i,  dq_i = scale * sum over j of ds_ij k_j,  dk_j = scale * sum over i of ds_ij q_i.
 
@@ -33,8 +33,7 @@ from ...runtime.operator import (
 )
 from ...runtime.triton_import import tl, triton
 
-WIDEST = 256
-"""The most dimensions of a head."""
+MAX_HEAD_DIM = 256
 
 
 def _scale(query, scale):
@@ -63,7 +62,7 @@ def fused_neighborhood_attention_reference(query, key, value, kernel_size=7, dil
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
-# The tokens of one remainder modulo the dilation are a sequence, whose neighbourhoods are a band. Program numbers go
+# Tokens with the same remainder modulo the dilation form a sequence, in which neighbours are adjacent. Program ids run
 # over the tiles of a sequence, then over remainders, then over heads.
 
 
@@ -80,7 +79,7 @@ def _place(n_tokens, n_tiles, dilation, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _tile(X_ptr, start, rows, length, dilation, head_dim, BLOCK_D: tl.constexpr):
-    """Rows of a sequence, [rows, BLOCK_D]; zeros outside. Half precision stays, other dtypes become fp32."""
+    """Rows of a sequence, [rows, BLOCK_D]; zeros outside. 16-bit dtypes are kept, others become fp32."""
     dims = tl.arange(0, BLOCK_D)[None, :]
     at = (start + rows.to(tl.int64) * dilation)[:, None] * head_dim + dims
     x = tl.load(X_ptr + at, mask=(rows < length)[:, None] & (dims < head_dim), other=0.0)
@@ -155,7 +154,7 @@ def _neighborhood_fwd_kernel(
 
 @triton.jit
 def _weights_and_products(a, b, da, db, a_rows, b_rows, length, half, log2_scale, lse):
-    """The softmax's weights and their gradients, [a_rows, b_rows]. lse: of the queries, broadcast."""
+    """(the softmax's weights, their gradients), [a_rows, b_rows]. lse: of the queries, [a_rows, 1] or [1, b_rows]."""
     scores = _scores(a, b, a_rows, b_rows, length, half, log2_scale)
     return tl.exp2(scores - lse), _dot(da, tl.trans(db))
 
@@ -181,8 +180,8 @@ def _neighborhood_bwd_queries_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dq of BLOCK_M queries. Their band is swept twice: first for Shift_ptr [n_heads, n_tokens], the sum over a query's
-    neighbours of weight times its gradient. (dout . o is the same sum, but with o's rounding.)"""
+    """dq of BLOCK_M queries. Their neighbours are read twice: first for Shift_ptr [n_heads, n_tokens], each query's sum
+    of weight * dweight over its neighbours. (do . o would be this sum, but with o's rounding.)"""
     first, length, start = _place(n_tokens, n_tiles, dilation, BLOCK_M)
     rows = first + tl.arange(0, BLOCK_M)
     begin, end = tl.maximum(first - half, 0), tl.minimum(first + BLOCK_M + half, length)
@@ -261,10 +260,10 @@ def _key(n_heads, n_tokens, head_dim, kernel_size, itemsize):
 
 
 def _config(target, key, rows, cols, stages):
-    """Tiles that fit shared memory, which holds three tiles of rows and three of columns for each stage."""
+    """Tiles that fit shared memory, which holds three tiles of `rows`, and for each stage three tiles of `cols`."""
     head_dim, _, itemsize = key
-    most = 8192 if itemsize == 2 else 2048  # fp32 products read their operands from registers
-    while 16 < rows and rows * head_dim > most:
+    max_elements = 8192 if itemsize == 2 else 2048  # fp32 products read their operands from registers
+    while 16 < rows and rows * head_dim > max_elements:
         rows //= 2
     cols = max(16, min(cols, rows))
     while stages > 1 and head_dim * itemsize * 3 * (rows + stages * cols) > target.shared_memory:
@@ -274,8 +273,8 @@ def _config(target, key, rows, cols, stages):
 
 
 def _heuristic(target, key):
-    """A narrow band is bound by memory: its column tiles are narrow, to lie mostly inside it. With little shared
-    memory, loads in flight are in registers."""
+    """For few neighbours, which are bound by memory, BLOCK_N is small, so that few loaded keys are no neighbours. With
+    little shared memory, prefetched tiles are in registers."""
     if target.shared_memory <= 65536:
         return _config(target, key, 64, 16, 1)
     return _config(target, key, 64, 64 if key[1] > 32 else 32, 2)
@@ -304,7 +303,7 @@ def _launch(tunable, tensors, query, kernel_size, dilation, scales):
     if not query.numel():
         return
     plan = tunable.plan(query.device, _key(batch * heads, n_tokens, head_dim, kernel_size, query.itemsize))
-    dilation = min(dilation, n_tokens)  # from there on no token has neighbours
+    dilation = min(dilation, n_tokens)  # a larger dilation gives the same result: no token has neighbours
     n_tiles = cdiv(cdiv(n_tokens, dilation), plan.config.blocks["BLOCK_M"])
     numbers = (n_tokens, n_tiles, dilation, min(kernel_size // 2, n_tokens), *scales, head_dim)
     launch(plan, tunable.kernels[0], (n_tiles * dilation * batch * heads,), (*tensors, *numbers))
@@ -322,17 +321,17 @@ def _fwd(query, key, value, kernel_size, dilation, scale):
 def _bwd(do, query, key, value, lse, kernel_size, dilation, scale):
     do, query, key, value = dense(do), dense(query), dense(key), dense(value)
     dq, dk, dv = (empty_like(t, t.dtype) for t in (query, key, value))
-    inputs = (do, query, key, value, lse, empty_like(lse, lse.dtype))
+    tensors = (do, query, key, value, lse, empty_like(lse, lse.dtype))
     scale = _scale(query, scale)
-    rest = query, kernel_size, dilation, (scale * math.log2(math.e), scale)
-    _launch(BWD_QUERIES, (*inputs, dq), *rest)
-    _launch(BWD_KEYS, (*inputs, dk, dv), *rest)
+    sizes = query, kernel_size, dilation, (scale * math.log2(math.e), scale)
+    _launch(BWD_QUERIES, (*tensors, dq), *sizes)
+    _launch(BWD_KEYS, (*tensors, dk, dv), *sizes)
     return dq, dk, dv
 
 
 def _misfit(query, *_rest):
     head_dim = query.shape[-1]
-    return "" if head_dim <= WIDEST else f"query must have at most {WIDEST} dimensions a head, got {head_dim}"
+    return "" if head_dim <= MAX_HEAD_DIM else f"query must have head_dim at most {MAX_HEAD_DIM}, got {head_dim}"
 
 
 class FusedNeighborhoodAttentionFunction(OperatorFunction):
@@ -363,11 +362,11 @@ def liger_fused_neighborhood_attention(
     dilation: int = 1,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of each token to those at most kernel_size // 2 steps of `dilation` tokens away, on either side.
+    """Attention in which token i attends to the tokens i + dilation * n, where |n| <= kernel_size // 2.
 
     query, key, value: [batch, n_heads, n_tokens, head_dim] of one shape and dtype, fp32, fp16 or bf16 (fp64 too on the
-    CPU), with at most 256 dimensions a head. Tokens near the ends of the sequence have fewer neighbours.
-    scale: of the scores; None is 1 / sqrt(head_dim). Returns [batch, n_heads, n_tokens, head_dim].
+    CPU), head_dim at most 256. Tokens near the ends of the sequence have fewer neighbours.
+    scale: factor of the scores; None: 1 / sqrt(head_dim). Returns [batch, n_heads, n_tokens, head_dim].
     Raises `ValueError` for shapes, dtypes, devices or sizes that do not fit. https://arxiv.org/abs/2504.16922
     """
     name = "liger_fused_neighborhood_attention"
@@ -383,8 +382,8 @@ def liger_fused_neighborhood_attention(
 class LigerFusedNeighborhoodAttention(torch.nn.Module):
     """Multi-head neighbourhood attention with its four projections.
 
-    hidden_size: of the tokens, divisible by num_heads; kernel_size: odd; dropout: probability, of the output. The
-    others are as for `liger_fused_neighborhood_attention`. Raises `ValueError` for sizes that do not fit.
+    hidden_size: divisible by num_heads; kernel_size: odd; dropout: its probability, for the output. The other arguments
+    are as for `liger_fused_neighborhood_attention`. Raises `ValueError` for sizes that do not fit.
     """
 
     def __init__(
@@ -433,7 +432,7 @@ class LigerFusedNeighborhoodAttention(torch.nn.Module):
 
 
 class LigerFusedNeighborhoodAttentionLayer(torch.nn.Module):
-    """x + attention(layer_norm(x)). The arguments are `LigerFusedNeighborhoodAttention`'s and the norm's epsilon."""
+    """x + attention(layer_norm(x)). Arguments: those of `LigerFusedNeighborhoodAttention`, and the norm's epsilon."""
 
     def __init__(
         self,
@@ -458,7 +457,7 @@ class LigerFusedNeighborhoodAttentionLayer(torch.nn.Module):
 
 
 WORKLOADS = {"window_7": (16, 4096, 64, 7), "window_65": (32, 8192, 128, 65), "window_513": (32, 16384, 128, 513)}
-"""Sizes (n_heads, n_tokens, head_dim, kernel_size); n_heads counts the heads of all sequences."""
+"""Sizes (batch * n_heads, n_tokens, head_dim, kernel_size)."""
 
 
 def sample(sizes, dtype, device, generator, *, dilation=1, scale=None) -> Sample:

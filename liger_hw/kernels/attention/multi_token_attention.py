@@ -4,12 +4,12 @@
     Y = conv2d(P, weight, bias) where key <= query, else 0
 
 The softmax is fp32, rounded once to the scores' dtype. The convolution is torch's, with the settings of
-torch.backends.cudnn: it may use TF32 for fp32 and sum gradients in another order each time. Saved for backward: P and
-weight. Masked scores and masked gradients are not read.
+torch.backends.cudnn: it may use TF32 for fp32, and the order in which it sums gradients may vary. Saved for backward: P
+and weight. Masked scores and masked gradients are not read.
 
-Some convolution libraries use matrix units for 16-bit tensors only with channels last in memory, and transpose tensors
-of another layout. On backends with `convolves_channels_last`, the kernels convert between the caller's layout and
-channels last as they read and write.
+Some convolution libraries use matrix units for 16-bit tensors only in the channels-last layout, and convert other
+layouts first. On backends with `convolves_channels_last` the kernels here convert to and from channels last as they
+read and write.
 
 Source: Golovneva et al., "Multi-Token Attention", https://arxiv.org/abs/2504.00927
 """
@@ -49,7 +49,7 @@ from .sparsemax import sparsemax_bwd, sparsemax_fwd, sparsemax_reference
 
 
 def multi_token_attention_reference(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
-    """The specification in plain torch; sums in fp32 (fp64 for fp64). P is rounded before it is used."""
+    """The specification in plain torch; sums in fp32 (fp64 for fp64). P is rounded before the convolution."""
     return _fwd_reference(scores, weight, bias, stride, padding, dilation, groups, sparse)[0]
 
 
@@ -68,8 +68,8 @@ def _future(x: torch.Tensor) -> torch.Tensor:
 
 # -- tunables --------------------------------------------------------------------------------------------------------
 
-WIDEST = 32768
-"""Most keys of a query: a program holds all of them."""
+MAX_KEYS = 32768
+"""A program holds all keys of a query."""
 _DIMS = ("batch", "seq_len", "n_channels")
 
 
@@ -79,7 +79,7 @@ def _key(batch: int, seq_len: int, n_channels: int, itemsize: int) -> Key:
 
 
 def _heuristic(target: Target, key: Key) -> LaunchConfig:
-    """Whole rows, 16 elements a thread; several rows a program if that leaves no multiprocessor idle."""
+    """Whole rows, 16 elements a thread; several short rows a program if that leaves no multiprocessor idle."""
     rows = rows_per_program(target, key[1], max(1, min(16, 2048 // key[0])))
     return LaunchConfig({"BLOCK_SIZE": key[0], "ROWS": rows}, target.warps(key[0] * rows, 16, 16))
 
@@ -97,17 +97,17 @@ FWD = _tunable("fwd", _causal_softmax_fwd_kernel)
 BWD = _tunable("bwd", _causal_softmax_bwd_kernel)
 FILL = _tunable("fill", _causal_fill_kernel)
 BIAS = column_sum_tunable("multi_token_attention", _DIMS)
-_MOST_SUMS = 1024
-"""Most rows that `column_sum` adds; for more, torch's sum uses more programs."""
-_WIDEST_LAST = 4096
+_MAX_COLUMN_SUM_ROWS = 1024
+"""Most rows that `column_sum` adds; for more rows torch's sum is used, which has more programs."""
+_MAX_CHANNELS_LAST_KEYS = 4096
 """Most keys for the kernels that convert to channels last: a program holds one query of several channels."""
 
 
-def _channels_tunable(variant: str, kernel, most: int) -> Tunable:
-    """A program takes one query of 16 channels (32 contiguous bytes), or of fewer to hold at most `most` values."""
+def _channels_tunable(variant: str, kernel, max_elements: int) -> Tunable:
+    """A program takes one query of up to 16 channels (32 contiguous bytes), fewer to hold at most max_elements."""
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
-        channels = max(1, min(16, most // key[0]))
+        channels = max(1, min(16, max_elements // key[0]))
         return LaunchConfig({"BLOCK_SIZE": key[0], "CHANNELS": channels}, target.warps(key[0] * channels, 64, 16))
 
     def space(target: Target, key: Key) -> list[LaunchConfig]:
@@ -128,7 +128,7 @@ CHANNELS_FILL = _channels_tunable("channels_fill", _channels_fill_kernel, 32768)
 
 
 def _over_rows(tunable, tensors, flags=(), numbers=()) -> None:
-    """Launch over the rows of contiguous tensors [..., queries, keys]. numbers: arguments after the sizes."""
+    """Launch over the rows of contiguous tensors [..., queries, keys]. numbers: arguments after n_keys."""
     x = tensors[0]
     n_queries, n_keys = x.shape[-2:]
     n_rows = x.numel() // n_keys if n_keys else 0
@@ -139,7 +139,7 @@ def _over_rows(tunable, tensors, flags=(), numbers=()) -> None:
 
 
 def _over_queries(tunable: Tunable, tensors: tuple[torch.Tensor, ...], *others: torch.Tensor | None) -> None:
-    """Launch over the queries of `tensors`, which have one shape [batch, channels, queries, keys] and any strides."""
+    """Launch over the queries of `tensors`, all [batch, channels, queries, keys] of one shape, with any strides."""
     batch, n_channels, n_queries, n_keys = tensors[0].shape
     if tensors[0].numel():
         plan = tunable.plan(tensors[0].device, row_key(batch * n_channels * n_queries, n_keys, tensors[0].itemsize))
@@ -150,13 +150,13 @@ def _over_queries(tunable: Tunable, tensors: tuple[torch.Tensor, ...], *others: 
 
 
 def _fill(x, y, infinite=False, bias=None, sums=None) -> None:
-    """y = x (+ `bias`) up to the diagonal, zero or -inf after it. sums: receives x's sums up to the diagonal."""
+    """y = x (+ bias) up to the diagonal, 0 after it (-inf if infinite). sums: gets x's row sums up to the diagonal."""
     in_place = x is y and bias is None
     _over_rows(FILL, (x, y, bias, sums), (infinite, in_place), (x.shape[1],))
 
 
 def _empty_sums(dy: torch.Tensor) -> torch.Tensor:
-    """A buffer [batch * queries, channels] in fp32 for `sums` of `_fill`; zeros for an empty dy."""
+    """A buffer [batch * queries, channels] in fp32 for the `sums` of `_fill`; zeros if dy is empty."""
     shape = dy.shape[0] * dy.shape[2], dy.shape[1]
     return (torch.empty if dy.numel() else torch.zeros)(shape, dtype=torch.float32, device=dy.device)
 
@@ -164,7 +164,7 @@ def _empty_sums(dy: torch.Tensor) -> torch.Tensor:
 @repeated
 def _bias_gradient(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The bias's gradient [channels] from the sums of `_fill`."""
-    return column_sum(BIAS, sums, dtype) if sums.shape[0] <= _MOST_SUMS else sums.sum(0).to(dtype)
+    return column_sum(BIAS, sums, dtype) if sums.shape[0] <= _MAX_COLUMN_SUM_ROWS else sums.sum(0).to(dtype)
 
 
 def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
@@ -179,8 +179,8 @@ def _fwd(scores, weight, bias, stride, padding, dilation, groups, sparse):
             p = sparsemax_fwd(p)
         else:
             _over_rows(FWD, (scores, p))
-    # `_fill` adds the bias and sums its gradient: torch's convolution would need separate launches for both
-    y = torch.conv2d(*_summable(p, weight), None, stride, padding, dilation, groups).to(p.dtype)
+    # `_fill` adds the bias, and in backward sums its gradient; torch would launch a kernel for each
+    y = torch.conv2d(*_fp32_on_cpu(p, weight), None, stride, padding, dilation, groups).to(p.dtype)
     if channels_last:
         return _fill_channels(y, dense(bias), None, False), p
     y = y.contiguous()
@@ -217,7 +217,8 @@ def _convolves_channels_last(
 ) -> bool:
     if sparse or groups > 1 or scores.itemsize != 2 or scores.shape[1] % 8 or n_filters % 8:
         return False
-    return scores.shape[-1] + 2 * max(padding) <= _WIDEST_LAST and backend_of(scores.device).convolves_channels_last
+    fits = scores.shape[-1] + 2 * max(padding) <= _MAX_CHANNELS_LAST_KEYS
+    return fits and backend_of(scores.device).convolves_channels_last
 
 
 def _empty_channels_last(like: torch.Tensor) -> torch.Tensor:
@@ -242,7 +243,7 @@ def _softmax_gradient(dp: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 def _fill_channels(
     x: torch.Tensor, bias: torch.Tensor | None, sums: torch.Tensor | None, channels_last: bool
 ) -> torch.Tensor:
-    """`_fill` with zeros into a new tensor, channels last or contiguous."""
+    """`_fill` of a new tensor, channels last or contiguous, with zeros after the diagonal."""
     y = _empty_channels_last(x) if channels_last else x.new_empty(x.shape)
     _over_queries(CHANNELS_FILL, (x, y), bias, sums)
     return y
@@ -253,13 +254,13 @@ def _fill_channels(
 
 def _convolution_gradients(g, p, weight, needed, stride, padding, dilation, groups):
     """Gradients of p and weight, empty if not needed."""
-    how = (None, stride, padding, dilation, False, (0, 0), groups, (*needed[:2], False))
-    grads = torch.ops.aten.convolution_backward(*_summable(g, p, weight), *how)
+    options = (None, stride, padding, dilation, False, (0, 0), groups, (*needed[:2], False))
+    grads = torch.ops.aten.convolution_backward(*_fp32_on_cpu(g, p, weight), *options)
     return [grad.to(p.dtype) if is_needed else no_weight(p) for grad, is_needed in zip(grads[:2], needed)]
 
 
-def _summable(*tensors):
-    """The tensors, 16-bit ones on the CPU as fp32: torch's 16-bit convolutions on the CPU do not sum in fp32."""
+def _fp32_on_cpu(*tensors):
+    """The tensors; 16-bit ones on the CPU become fp32, because torch's 16-bit convolutions there do not sum in fp32."""
     if tensors[0].device.type != "cpu" or tensors[0].dtype in (torch.float32, torch.float64):
         return tensors
     return tuple(t.float() for t in tensors)
@@ -289,24 +290,24 @@ def _bwd_fake(dy, p, weight, needed, stride, padding, dilation, groups, sparse):
 
 def _misfit(scores, weight, bias, stride, padding, dilation, groups, sparse) -> str:
     if not (scores.shape[1] and scores.shape[2] and weight.numel()):
-        return f"scores and weight need a channel and a row at least, got {tuple(scores.shape)}, {tuple(weight.shape)}"
-    if scores.shape[3] > WIDEST:
-        return f"scores must have at most {WIDEST} keys, got {scores.shape[3]}"
+        return f"scores and weight must not be empty, got {tuple(scores.shape)} and {tuple(weight.shape)}"
+    if scores.shape[3] > MAX_KEYS:
+        return f"scores must have at most {MAX_KEYS} keys, got {scores.shape[3]}"
     if weight.shape[1] * groups != scores.shape[1] or weight.shape[0] % groups:
         have = f"{tuple(weight.shape)} with groups={groups}"
         return f"weight must be [out_channels, {scores.shape[1]} / groups, kh, kw] to match scores, got {have}"
-    for place, kernel in enumerate(weight.shape[2:]):
-        padded, span = scores.shape[2] + 2 * padding[-place], dilation[-place] * (kernel - 1) + 1
+    for i, size in enumerate(weight.shape[2:]):
+        padded, span = scores.shape[2] + 2 * padding[-i], dilation[-i] * (size - 1) + 1
         if span > padded:
             shape = tuple(weight.shape[2:])
             return f"a kernel of {shape} spans {span} scores, but with padding={padding} there are only {padded}"
     return ""
 
 
-def _bwd_misfit(dy, p, weight, needed, *how) -> str:
-    if why_invalid := _misfit(p, weight, None, *how):
+def _bwd_misfit(dy, p, weight, needed, *options) -> str:
+    if why_invalid := _misfit(p, weight, None, *options):
         return why_invalid
-    shape = _output_shape(p, weight, *how[:3])
+    shape = _output_shape(p, weight, *options[:3])
     return "" if dy.shape == shape else f"dy must have shape {shape} to match p and weight, got {tuple(dy.shape)}"
 
 
@@ -318,12 +319,12 @@ def _output_shape(scores, weight, stride, padding, dilation) -> tuple[int, ...]:
     return scores.shape[0], weight.shape[0], *spatial
 
 
-_HOW = "int[] stride, int[] padding, int[] dilation, int groups, bool sparse"
+_OPTIONS = "int[] stride, int[] padding, int[] dilation, int groups, bool sparse"
 
 
 class MultiTokenAttentionFunction(OperatorFunction):
     fwd = define(
-        f"multi_token_attention_fwd(Tensor scores, Tensor weight, Tensor? bias, {_HOW}) -> (Tensor y, Tensor p)",
+        f"multi_token_attention_fwd(Tensor scores, Tensor weight, Tensor? bias, {_OPTIONS}) -> (Tensor y, Tensor p)",
         shapes="T scores [batch, ., length, length]; T weight [filters, ., height, width]; T bias [filters]",
         misfit=_misfit,
         launcher=_fwd,
@@ -332,7 +333,7 @@ class MultiTokenAttentionFunction(OperatorFunction):
         recorded=False,
     )
     bwd = define(
-        f"multi_token_attention_bwd(Tensor dy, Tensor p, Tensor weight, bool[] needed, {_HOW})"
+        f"multi_token_attention_bwd(Tensor dy, Tensor p, Tensor weight, bool[] needed, {_OPTIONS})"
         " -> (Tensor dscores, Tensor dweight, Tensor dbias)",
         shapes="T p [batch, ., length, length]; T weight [filters, ., height, width]; dy [batch, filters, ., .]",
         misfit=_bwd_misfit,
@@ -357,12 +358,12 @@ def liger_multi_token_attention(
     groups: int = 1,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """conv2d over the causal softmax (or, with `sparse`, sparsemax) of attention scores, causal again afterwards.
+    """conv2d over the causal softmax (sparsemax if `sparse`) of attention scores; its result is masked causally again.
 
-    scores: [B, in_channels, L, L] before the mask, L at most 32768; weight: [out_channels, in_channels / groups, kh,
-    kw]; bias: [out_channels] or None; one dtype for all: fp32, fp16 or bf16. stride, padding, dilation, groups: of
-    torch's conv2d, integers or pairs.
-    Returns conv2d's shape, zero for keys after the query.
+    scores: [B, in_channels, L, L], not masked yet, L at most 32768; weight: [out_channels, in_channels / groups, kh,
+    kw]; bias: [out_channels] or None; all of one dtype, fp32, fp16 or bf16. stride, padding, dilation, groups: as in
+    torch's conv2d; the first three are integers or pairs.
+    Returns conv2d's shape, zero where the key's index is above the query's.
     Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     check_flags("liger_multi_token_attention", sparse=sparse)
@@ -373,7 +374,7 @@ def liger_multi_token_attention(
 
 
 def _numbers_misfit(groups=1, **pairs) -> str:
-    """Why an argument is invalid, or "". pairs: name -> an integer or two."""
+    """Why an argument is invalid, or "". pairs: name -> an integer or a pair."""
     if not _is_integer(groups, 1):
         return f"groups must be a positive integer, got {groups!r}"
     for name, value in pairs.items():
@@ -389,10 +390,8 @@ def _is_integer(n: object, least: int) -> bool:
 
 
 class LigerMultiTokenAttention(torch.nn.Module):
-    """Multi-token attention layer, with the arguments of torch.nn.Conv2d and `sparse`.
-
-    kernel_size, stride, padding, dilation: integers. weight: Kaiming uniform at first, bias zero.
-    """
+    """Multi-token attention layer, with the arguments of torch.nn.Conv2d (integers) and `sparse`. The weight is
+    initialised Kaiming uniform, the bias with zeros."""
 
     def __init__(
         self,
@@ -426,8 +425,8 @@ class LigerMultiTokenAttention(torch.nn.Module):
 
     def forward(self, scores: torch.Tensor) -> torch.Tensor:
         """scores: [batch, in_channels, length, length]; returns [batch, out_channels, length, length]."""
-        how = (self.stride, self.padding, self.dilation, self.groups, self.sparse)
-        return liger_multi_token_attention(scores, self.weight, self.bias, *how)
+        options = (self.stride, self.padding, self.dilation, self.groups, self.sparse)
+        return liger_multi_token_attention(scores, self.weight, self.bias, *options)
 
     def extra_repr(self) -> str:
         out_channels, per_group, *kernel = self.weight.shape
@@ -442,7 +441,7 @@ WORKLOADS = {"llama_1b_1k": (4, 1024, 32), "llama_1b_2k": (1, 2048, 32)}
 
 
 def _clear_of_threshold(scores: torch.Tensor) -> torch.Tensor:
-    """The scores; those near their row's threshold, where the gradient jumps, are lowered by one."""
+    """The scores, lowered by one where they are near their row's threshold, at which the gradient jumps."""
     if not scores.numel():
         return scores
     masked = scores.float().masked_fill_(_future(scores), -float("inf"))
@@ -452,7 +451,7 @@ def _clear_of_threshold(scores: torch.Tensor) -> torch.Tensor:
 
 
 def sample(sizes, dtype, device, generator, *, bias=True, groups=False, sparse=False, stride=1) -> Sample:
-    """A 3 x 3 kernel that keeps the size; groups: depthwise; stride: a 2 x 2 kernel, dilation 2, no padding."""
+    """A 3 x 3 kernel that keeps the size. groups: depthwise; stride > 1: a 2 x 2 kernel, dilation 2, no padding."""
     batch, seq_len, channels = sizes
     drawn, groups = normal(dtype, device, generator), channels if groups else 1
     size, padding, dilation = (2, 0, 2) if stride > 1 else (3, 1, 1)

@@ -1,9 +1,9 @@
 """The kernels of multi_token_attention: causal softmax, its backward, and the fill above the diagonal.
 
 `_causal_*` take contiguous tensors [..., n_queries, n_keys] as rows of n_keys: row r is query r % n_queries.
-`_channels_*` take tensors [batch, channels, queries, keys] of any strides and convert between channels first and
-channels last: a program handles one query of CHANNELS channels, so that accesses are contiguous in either layout. A
-query attends to the keys up to its index; the others are not read.
+`_channels_*` take tensors [batch, channels, queries, keys] of any strides, and so convert between channels first and
+channels last. A program has one query of CHANNELS channels, so that accesses are contiguous in either layout. A query
+attends to the keys up to its index; later keys are not read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...runtime.triton_import import tl, triton
 
 
 class Strides(NamedTuple):
-    """Of a tensor, in elements."""
+    """A tensor's strides, in elements."""
 
     batch: int
     channel: int
@@ -24,7 +24,7 @@ class Strides(NamedTuple):
 
 @triton.jit
 def _rows_of_program(n_rows, n_queries, ROWS: tl.constexpr):
-    """(row numbers in int64, whether the rows exist, the last key of each), all [ROWS, 1]."""
+    """(row indices in int64, whether the rows exist, the last visible key of each row), all [ROWS, 1]."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return rows[:, None], (rows < n_rows)[:, None], (rows % n_queries)[:, None]
 
@@ -45,7 +45,7 @@ def _causal_softmax_fwd_kernel(X_ptr, Y_ptr, n_rows, n_queries, n_keys, BLOCK_SI
 def _causal_softmax_bwd_kernel(
     DY_ptr, Y_ptr, DX_ptr, n_rows, n_queries, n_keys, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr
 ):
-    """DX may be DY."""
+    """DX_ptr may equal DY_ptr."""
     rows, exist, last = _rows_of_program(n_rows, n_queries, ROWS)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     offsets = rows * n_keys + cols
@@ -71,10 +71,10 @@ def _causal_fill_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Y = X up to the diagonal, -inf or zero after it. IN_PLACE: X is Y; only the part after the diagonal is written.
+    """Y = X up to the diagonal, zero after it (-inf if INFINITE). IN_PLACE: X is Y; only what is after it is written.
 
-    Bias_ptr [n_channels], or None: added up to the diagonal.
-    Sums_ptr [batch, n_queries, n_channels], or None: the sum in fp32 of a row of X up to the diagonal.
+    Bias_ptr [n_channels] or None: added up to the diagonal
+    Sums_ptr [batch, n_queries, n_channels] or None: gets the fp32 sum of each row of X up to the diagonal
     """
     rows, exist, last = _rows_of_program(n_rows, n_queries, ROWS)
     channel = (rows // n_queries) % n_channels
@@ -100,7 +100,7 @@ def _causal_fill_kernel(
 
 @triton.jit
 def _query_tile(n_channels, n_queries, n_keys, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """(batch, query, channels, channel mask, keys, mask of the values that exist, mask of those up to the diagonal)."""
+    """(batch, query, channels, channel mask, keys, mask of existing elements, mask of those up to the diagonal)."""
     parts = tl.cdiv(n_channels, CHANNELS)
     query = (tl.program_id(0) // parts) % n_queries
     batch = (tl.program_id(0) // parts) // n_queries

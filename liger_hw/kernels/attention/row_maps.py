@@ -1,14 +1,14 @@
-"""The kernels of softmax and sparsemax. Both map a row x to a row y of its width; backward needs dy and y, but not x.
+"""The kernels of softmax and sparsemax. Both map a row x to a row y of equal width; backward needs dy and y, but not x.
 
 Backward is dx = w * (dy - shift). Softmax has w = y and shift = sum(y * dy). Sparsemax (SPARSE) has w = 1 where y > 0,
 else 0, and shift is the mean of dy where y > 0.
 
 Each direction has two kernels. One keeps a tile of whole rows in registers. The other reads wider rows in tiles of
-columns, first for the sums and then again, from cache, for the result. For rows of odd width see rows/row.py. Program p
-computes the tiles (or rows) p, p + programs, p + 2 programs, ...
+columns: first for the sums and then again, from cache, for the result. For rows of odd width see rows/row.py. Program p
+computes the tiles (or rows) p, p + programs, p + 2 * programs, ...
 
-ONE_TILE: every program has one tile, so no loop over tiles is compiled, except in sparsemax's forward.
-NARROW: the tile's fp32 copy would take more than a quarter of the registers.
+ONE_TILE: every program has one tile, so no loop over tiles is compiled (but sparsemax's forward always has the loop).
+NARROW: an fp32 copy of the tile would take more than a quarter of the registers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..rows.tuning import row_tunable, row_warps, rows_per_program
 
 @triton.jit
 def _exp(x, anchor):
-    """exp(x - anchor) in three instructions; tl.exp takes six, for results below 1e-38."""
+    """exp(x - anchor) in three instructions. tl.exp takes six, to be exact for results below 1e-38."""
     return tl.exp2((x - anchor) * 1.4426950408889634)
 
 
@@ -48,27 +48,27 @@ def _exp(x, anchor):
 def _exp_folded(x, anchor, log2_base):
     """`_exp` in two instructions: the compiler fuses the first product with the subtraction.
 
-    The anchor's product is rounded, which multiplies the whole row by one factor. The division by the row's sum cancels
-    the factor, and `_log2_base` bounds it.
+    Rounding anchor * log2_base multiplies all results of a row by one factor. The division by the row's sum cancels
+    this factor, and `_log2_base` bounds it.
     """
     return tl.exp2(x * log2_base - anchor * log2_base)
 
 
 @triton.jit
 def _log2_base(top):
-    """log2(e), or 1 for a row whose maximum reaches 2^30.
+    """log2(e), or 1 for a row whose maximum has a magnitude of 2^30 or more.
 
-    There, rounding in `_exp_folded` could multiply by 2^64 or more; a product with 1 is exact. The result does not
-    depend on the base, since two numbers of that size are equal or differ by at least 64.
+    For these rows rounding in `_exp_folded` could multiply by 2^64 or more, but a product with 1 is exact. The base
+    does not matter: two fp32 numbers of this magnitude are equal or differ by at least 64.
     """
     return tl.where(tl.abs(top) < 1073741824.0, 1.4426950408889634, 1.0)
 
 
 @triton.jit
 def _below_2_30(x, top):
-    """A 16-bit row and its maximum, scaled by a power of two so that the maximum's size is below 2^30.
+    """A 16-bit row and its maximum; if its magnitude is 2^30 or more, scaled by a power of two to less than that.
 
-    The softmax is the same: before and after, two numbers of the maximum's size are equal or differ by at least 64.
+    The softmax does not change: with or without the factor, numbers near the maximum are equal or differ by 64 or more.
     """
     exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
     factor = tl.where(exponent < 157, 1.0, ((283 - exponent) << 23).to(tl.float32, bitcast=True))
@@ -77,8 +77,8 @@ def _below_2_30(x, top):
 
 @triton.jit
 def _softmax(x, NARROW: tl.constexpr):
-    """Softmax of whole rows [ROWS, columns]. NARROW rows stay in their 16-bit dtype, since their fp32 values would not
-    fit the registers, and their exponentials are computed twice."""
+    """Softmax of whole rows [ROWS, columns]. With NARROW, rows are kept in their 16-bit dtype to save registers, and
+    their exponentials are computed twice."""
     top = tl.max(x.to(tl.float32), axis=1)[:, None]
     if NARROW and x.dtype != tl.float32:
         x, top = _below_2_30(x, top)
@@ -91,8 +91,8 @@ def _softmax(x, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _take_exponentials(x, highest, total):
-    """Each lane's running maximum and sum after one more tile [LANES, PER_LANE]."""
+def _add_exponentials(x, highest, total):
+    """Each lane's running maximum and sum of exponentials, after adding the tile x [LANES, PER_LANE]."""
     higher = tl.maximum(highest, tl.max(x, axis=1))
     anchor = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but -inf so far: every term is 0
     return higher, total * _exp(highest, anchor) + tl.sum(_exp(x, anchor[:, None]), axis=1)
@@ -100,8 +100,8 @@ def _take_exponentials(x, highest, total):
 
 @triton.jit
 def _softmax_in_tiles(x_ptr, y_ptr, head, n_cols, VECTOR: tl.constexpr, BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr):
-    """Softmax of a row wider than BLOCK_SIZE. A tile is LANES groups, each one vector load of a thread. Every group has
-    a running maximum and sum, so threads exchange nothing until the whole row is read."""
+    """Softmax of a row wider than BLOCK_SIZE. A tile has LANES groups, each read by one vector load of a thread. Every
+    group has its running maximum and sum, so threads exchange no data until the whole row is read."""
     block_cols = tl.arange(0, BLOCK_SIZE)
     y_type = y_ptr.dtype.element_ty
     n_body = body_width(n_cols, head, VECTOR)
@@ -113,9 +113,9 @@ def _softmax_in_tiles(x_ptr, y_ptr, head, n_cols, VECTOR: tl.constexpr, BLOCK_SI
     total = tl.zeros([LANES], dtype=tl.float32)
     for i in tl.range(0, n_full, num_stages=STAGES):
         x = tl.load(x_ptr + i * BLOCK_SIZE + block_cols, eviction_policy="evict_last").to(tl.float32)
-        highest, total = _take_exponentials(tl.reshape(x, [LANES, PER_LANE]), highest, total)
+        highest, total = _add_exponentials(tl.reshape(x, [LANES, PER_LANE]), highest, total)
     x = tl.load(x_ptr + tail, mask=tail < n_body, other=-float("inf")).to(tl.float32)
-    highest, total = _take_exponentials(tl.reshape(x, [LANES, PER_LANE]), highest, total)
+    highest, total = _add_exponentials(tl.reshape(x, [LANES, PER_LANE]), highest, total)
     top = tl.max(highest)
     if VECTOR > 1:
         edge = edge_columns(head, n_body, n_cols, VECTOR)
@@ -145,13 +145,13 @@ def _larger(a, b):
 
 @triton.jit
 def _finite(top):
-    """A row's largest value, or NaN where that is not finite."""
+    """top, or NaN where it is not finite."""
     return tl.where(tl.abs(top) < float("inf"), top, float("nan"))
 
 
 @triton.jit
 def _above(z, tau):
-    """max(z - tau, 0), NaN where tau is."""
+    """max(z - tau, 0), or NaN where tau is NaN."""
     return tl.maximum(z - tau, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -175,13 +175,13 @@ def _sparsemax(x, exist):
 
 @triton.jit
 def _lane_sums(x, LANES: tl.constexpr):
-    """Sums [LANES], each over the elements of one vector load of a thread, so that accumulators take few registers."""
+    """Sums [LANES], each over the elements of one vector load of a thread: accumulators then take few registers."""
     return tl.sum(tl.reshape(x, [LANES, x.shape[0] // LANES]), axis=1)
 
 
 @triton.jit
-def _take_support(x, top, tau, above, members):
-    """The sum and the number of a row's values above tau, after one more tile."""
+def _add_support(x, top, tau, above, members):
+    """Each lane's sum and number of values x - top above tau, after adding the tile x."""
     z = x.to(tl.float32) - top
     LANES: tl.constexpr = above.shape[0]
     return above + _lane_sums(tl.where(z > tau, z, 0.0), LANES), members + _lane_sums((z > tau).to(tl.float32), LANES)
@@ -212,10 +212,10 @@ def _sparsemax_in_tiles(
     while shrinking:
         nothing = tl.zeros([BLOCK_SIZE * y_type.primitive_bitwidth // 128], dtype=tl.float32)
         x = tl.load(x_ptr + tail, mask=tail < n_body, other=-float("inf"))
-        above, members = _take_support(x, top, tau, nothing, nothing)
+        above, members = _add_support(x, top, tau, nothing, nothing)
         for i in tl.range(0, n_full, num_stages=STAGES):
             x = tl.load(x_ptr + i * BLOCK_SIZE + block_cols)
-            above, members = _take_support(x, top, tau, above, members)
+            above, members = _add_support(x, top, tau, above, members)
         total = tl.sum(above)
         support = tl.sum(members)
         if VECTOR > 1:
@@ -339,7 +339,7 @@ def _row_map_bwd_kernel(
             dx = tl.where(inside, keep_narrow(dy, shift).to(tl.float32) - shift, 0.0)
         else:
             shift = tl.sum(y.to(tl.float32) * dy.to(tl.float32), axis=1)[:, None]
-            if NARROW or not ONE_TILE:  # in a small launch there are enough registers for the fp32 values
+            if NARROW or not ONE_TILE:  # else there are enough registers for the fp32 values
                 y, dy = keep_narrow(y, shift), keep_narrow(dy, shift)
             dx = y.to(tl.float32) * (dy.to(tl.float32) - shift)
         store_row(DX_ptr + dense, dx, exist, pad, n_cols, VECTOR)
@@ -347,7 +347,7 @@ def _row_map_bwd_kernel(
 
 @triton.jit
 def _load_weighted(Y_ptr, DY_ptr, cols, mask, SPARSE: tl.constexpr, EVICT: tl.constexpr):
-    """(w, dy) at these columns in fp32; mask None loads unmasked. With SPARSE, dy is 0 outside the support."""
+    """(w, dy) at these columns in fp32; mask None: unmasked. With SPARSE, dy is 0 where y is 0."""
     if mask is None:
         w = tl.load(Y_ptr + cols, eviction_policy=EVICT).to(tl.float32)
         dy = tl.load(DY_ptr + cols, eviction_policy=EVICT).to(tl.float32)
@@ -414,15 +414,15 @@ def _row_map_bwd_looped_kernel(
             tl.store(dx_ptr + at, (w * (dy - shift)).to(dx_type), eviction_policy="evict_first")
 
 
-_WIDEST_TILE = 32768
-"""Columns of the widest row that a program keeps in registers; its fp32 copy takes half of a multiprocessor's."""
+_MAX_WHOLE_ROW = 32768
+"""Most columns of a row kept in registers: its fp32 copy takes half of a multiprocessor's registers."""
 
 
 def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
-    """Whole rows, with several programs a multiprocessor; if all rows fit the device at once, one row a program.
+    """Whole rows, several a program; one a program if there are at most four rows a multiprocessor.
 
     Wide fp32 rows have one program a multiprocessor, which prefetches its next row. Rows whose fp32 copies would spill
-    are read in tiles of at most 32 KiB, by many warps: the second sweep then still finds the row in L2.
+    are read in tiles of at most 32 KiB, by many warps: the second read then still hits L2.
     """
     n_cols, rows_bucket, itemsize = key
     if n_cols <= 16384:
@@ -430,7 +430,7 @@ def _heuristic(target: Target, key: Key, tensors: int) -> LaunchConfig:
         rows = 1 if resident else rows_per_program(target, rows_bucket, max(1, min(16, 2048 // n_cols)))
         return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": rows}, row_warps(target, resident, n_cols * rows))
     row_bytes = tensors * n_cols * itemsize
-    if n_cols <= _WIDEST_TILE and (itemsize <= 2 or tensors == 1):
+    if n_cols <= _MAX_WHOLE_ROW and (itemsize <= 2 or tensors == 1):
         pipelined = itemsize > 2 and row_bytes <= target.shared_memory
         stages, ctas = (2, 1) if pipelined else (1, 0)
         return LaunchConfig({"BLOCK_SIZE": n_cols, "ROWS": 1}, target.warps(n_cols, 32), stages, ctas)
@@ -446,7 +446,7 @@ def _space(target: Target, key: Key, tensors: int) -> list[LaunchConfig]:
         {"BLOCK_SIZE": block, "ROWS": rows}
         for block in sorted({n_cols} | ({4096, 8192, 16384} if n_cols > 16384 else set()))
         for rows in (1, 2, 4, 8, 16, 32)
-        if rows * block <= max(block, 8192) and (rows == 1 or block == n_cols) and block <= _WIDEST_TILE
+        if rows * block <= max(block, 8192) and (rows == 1 or block == n_cols) and block <= _MAX_WHOLE_ROW
     ]
     warps, how = (1, 2, 4, 8, 16, 32), {"per_thread": (4, 64), "hints": ("none", "stream")}
     persistent = {"stages": (2, 3), "ctas": (1, 2, 4), "staged_bytes": tensors * itemsize}
@@ -463,7 +463,7 @@ def row_map(
 ) -> tuple[Tunable, Tunable, Any, Any]:
     """The tunables `<op>.fwd` and `<op>.bwd`, and the operators `<op>_fwd(x) -> y` and `<op>_bwd(dy, y) -> dx`.
 
-    reference, bwd_reference: the operators in torch; sparse: whether the op is sparsemax
+    reference, bwd_reference: both operators in plain torch; sparse: whether the op is sparsemax
     """
 
     def tunable(variant: str, *kernels: Any, tensors: int) -> Tunable:
@@ -509,7 +509,7 @@ def row_map(
 
 
 def _launch(tunable: Tunable, tensors: tuple[torch.Tensor, ...], sparse: bool) -> None:
-    """Launch over row tiles, on a persistent grid if the plan has one. Only the first tensor's rows may be strided."""
+    """Launch over tiles of rows, on a persistent grid if the plan has one. Only tensors[0] may have strided rows."""
     n_rows, n_cols, stride = rows_of(tensors[0])
     if not n_rows:
         return

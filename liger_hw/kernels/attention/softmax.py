@@ -3,9 +3,8 @@
 Arithmetic in fp32, y rounded once to x's dtype. A row of -inf gives NaN, as in torch.
 Saved for backward: y. Backward:  dx = y * (dy - sum(y * dy)).
 
-Source: Bridle, "Training Stochastic Model Recognition Algorithms as Networks" (1989); the running maximum and sum of
-rows too wide to hold are from Milakov and Gimelshein, "Online normalizer calculation",
-https://arxiv.org/abs/1805.02867
+Source: Bridle, "Training Stochastic Model Recognition Algorithms as Networks" (1989); for wide rows, Milakov and
+Gimelshein, "Online normalizer calculation", https://arxiv.org/abs/1805.02867
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .row_maps import row_map
 
 
 def softmax_reference(x: torch.Tensor) -> torch.Tensor:
-    """The specification in plain torch; sums in fp32 (fp64 for fp64). Its backward takes the rounded y."""
+    """The specification in plain torch; sums in fp32 (fp64 for fp64)."""
     return torch.softmax(x, -1)
 
 

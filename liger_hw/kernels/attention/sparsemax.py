@@ -1,12 +1,12 @@
 """Sparsemax: the point of the probability simplex nearest to x, y = max(x - tau, 0) with tau such that y sums to 1.
 
-Arithmetic in fp32, y rounded once to x's dtype. A row that holds a NaN or +inf, or nothing but -inf, gives NaN.
-Saved for backward: y. Backward:  dx = dy - mean of dy over the support (y > 0); outside it dx = 0.
+Arithmetic in fp32, y rounded once to x's dtype. A row with a NaN or +inf, or with only -inf, gives NaN.
+Saved for backward: y. Backward:  dx = dy - (mean of dy over the support) where y > 0 (the support), else 0.
 
-tau is found exactly by Newton's method on f(t) = sum(max(x - t, 0)) - 1, which is convex, falling and piecewise linear.
-It begins at max(x) - 1, left of the root. Each step, to (sum of x > t, less 1) / count(x > t), stays left of the root
-and shrinks the support; when the support no longer shrinks, t is exact. A step halves f or the support (Dinkelbach's
-bound), so at most some 50 are needed, about 5 for real rows. Each is two sums over values in registers.
+Newton's method on f(t) = sum(max(x - t, 0)) - 1, which is convex, decreasing and piecewise linear, gives tau exactly.
+It starts at t = max(x) - 1, left of the root. Each step, t = (sum of the x above t, minus 1) / (their number), stays
+left of the root; when the number no longer shrinks, t is tau. A step halves f or the number (Dinkelbach's bound), so at
+most about 50 steps are needed, typically 5. Each step takes two sums.
 
 Source: Martins and Astudillo, "From Softmax to Sparsemax", https://arxiv.org/abs/1602.02068; the iteration is
 Michelot's (1986), see Condat, "Fast projection onto the simplex and the l1 ball" (2016)
@@ -23,15 +23,15 @@ from .row_maps import row_map
 
 
 def sparsemax_reference(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """The specification in plain torch, by sorting; computes in fp32, or in fp64 when `input` is fp64."""
+    """The specification in plain torch, by sorting; in fp32 (fp64 for fp64)."""
     if not input.numel():
         return input.clone()
     x = input.to(torch.promote_types(input.dtype, torch.float32)).movedim(dim, -1)
     z = x - x.amax(-1, keepdim=True).detach()
-    ranked = z.sort(-1, descending=True).values
-    sums = ranked.cumsum(-1)
-    place = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
-    size = (1 + place * ranked > sums).sum(-1, keepdim=True).clamp_min(1)  # 0 in a row that holds a NaN or an infinity
+    sorted_z = z.sort(-1, descending=True).values
+    sums = sorted_z.cumsum(-1)
+    rank = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
+    size = (1 + rank * sorted_z > sums).sum(-1, keepdim=True).clamp_min(1)  # the sum is 0 in a row with NaN or infinity
     tau = (sums.gather(-1, size - 1) - 1) / size
     return (z - tau).relu().to(input.dtype).movedim(-1, dim)
 
@@ -51,15 +51,15 @@ class SparsemaxFunction(OperatorFunction):
 
 
 def liger_sparsemax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """Sparsemax over `dim`: nonnegative, sums to 1, and exactly zero away from the largest values.
+    """Sparsemax over `dim`: results are nonnegative, sum to 1, and are exactly zero except for the largest inputs.
 
-    input: of any shape in fp32, fp16 or bf16 (fp64 too on the CPU). Returns a tensor like it.
+    input: any shape, fp32, fp16 or bf16 (fp64 too on the CPU). Returns a tensor like input.
     Raises `ValueError` for a dtype or `dim` that does not fit.
     """
     check_tensors("liger_sparsemax", input=input)
     check_numbers("liger_sparsemax", dim=dim)
     if not isinstance(dim, int) or dim is True or dim is False or not -input.dim() <= dim < input.dim():
-        check(False, "liger_sparsemax", f"dim must be a dimension of input, which has {input.dim()}, got {dim!r}")
+        check(False, "liger_sparsemax", f"dim must be a dimension of the {input.dim()}-D input, got {dim!r}")
     if dim in (-1, input.dim() - 1):
         return SparsemaxFunction.apply(input)
     return SparsemaxFunction.apply(input.movedim(dim, -1)).movedim(-1, dim)

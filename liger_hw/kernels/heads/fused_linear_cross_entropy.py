@@ -6,10 +6,10 @@ use_token_scaling multiplies a row's loss by its probability of the target, take
 Logits are rounded to the dtype of input and weight (autocast's under autocast) as a linear layer's are. The bias is
 added in fp32; losses, statistics and the result are fp32.
 
-Saved for backward: the gradients of input, weight and bias, which the forward computes chunk by chunk, in place of the
-chunk's logits. Backward multiplies them by the incoming gradient, as in cross_entropy.py. With reduction="none", where
-each row has another incoming gradient, the forward saves its inputs, and backward computes the logits again. See
-linear_head.py for the chunks' size and the precision of the weight's gradient.
+Saved for backward: the gradients of input, weight and bias, which the forward computes chunk by chunk. Backward
+multiplies them by the incoming gradient, as in cross_entropy.py. With reduction="none" each row has its own incoming
+gradient, so the forward saves its inputs, and backward computes the logits again. See linear_head.py for the chunks'
+size and the precision of the weight's gradient.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from .linear_head import (
     CountedRows,
     HeadGradients,
     Needs,
-    among_all,
     checked_head,
     plan_chunks,
     remaining_rows,
     scale_gradients,
+    scatter_rows,
     sums_in_fp32,
     sweep,
 )
@@ -83,7 +83,7 @@ class HeadCall(NamedTuple):
 @torch.no_grad()
 def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=None):
     """row_grads: each row's incoming gradient, in the backward of reduction="none", which returns only gradients."""
-    of_all, row_grads = target, dense(row_grads)
+    full_target, row_grads = target, dense(row_grads)
     if order is not None:
         target, row_grads = target[order], row_grads if row_grads is None else row_grads[order]
     target, bias, ce_weight = dense(target), dense(bias), dense(ce_weight)
@@ -109,9 +109,9 @@ def _fwd(x, weight, target, bias, ce_weight, order, call: HeadCall, row_grads=No
         )
     if row_grads is not None:
         return grads.results(bias)
-    left_out = 0, 0, -1  # results of an ignored row
-    rows = RowResults(*(among_all(t, order, x.shape[0], empty) for t, empty in zip(rows, left_out)))
-    outputs = launch_sum(rows, stats, options, torch.float32, dense(of_all))
+    ignored_results = 0, 0, -1
+    rows = RowResults(*(scatter_rows(t, order, x.shape[0], fill) for t, fill in zip(rows, ignored_results)))
+    outputs = launch_sum(rows, stats, options, torch.float32, dense(full_target))
     return *outputs, *grads.results(bias), stats if options.scales_in_backward(x.dtype) else absent(stats)
 
 
@@ -164,29 +164,29 @@ fused_linear_cross_entropy_bwd = define(
 
 
 def run_forward(ctx, operator, tensors: tuple[torch.Tensor | None, ...], call: Any) -> tuple[torch.Tensor, ...]:
-    """A Function's forward: (loss, z_loss, token_accuracy, predicted_tokens), those not asked for absent.
+    """A Function's forward: (loss, z_loss, token_accuracy, predicted_tokens); results that are off are empty tensors.
 
-    Saves the gradients, or for reduction="none" the tensors (input, weight, target, bias, ...).
-    operator: returns these four, the tensors of rows that its backward takes, the three gradients, and stats
+    Saves the gradients; for reduction="none" the operator's row tensors and `tensors` (input, weight, target, bias, ..)
+    operator: returns these four results, row tensors for its backward, the three gradients, and stats
     """
     dinput, dweight, _, dbias = ctx.needs_input_grad[:4]
     ctx.needs = Needs(dinput, dweight, dbias)
     with_gradients = call._replace(needs=ctx.needs)
-    ctx.later = with_gradients if call.options.reduction == NONE else None
-    outputs = operator(*tensors, call if ctx.later else with_gradients)
-    loss, z_loss, hits, top, *of_rows, dx, dw, db, stats = outputs
-    ctx.save_for_backward(*((*of_rows, *tensors) if ctx.later else (dx, dw, db, stats)))
+    ctx.backward_call = with_gradients if call.options.reduction == NONE else None
+    outputs = operator(*tensors, call if ctx.backward_call else with_gradients)
+    loss, z_loss, hits, top, *row_tensors, dx, dw, db, stats = outputs
+    ctx.save_for_backward(*((*row_tensors, *tensors) if ctx.backward_call else (dx, dw, db, stats)))
     ctx.mark_non_differentiable(z_loss, hits, top)
     ctx.set_materialize_grads(False)
     return loss, z_loss, hits, top
 
 
 def run_backward(ctx, operator, grad_output: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """(dx, dweight, None, dbias) after `run_forward`; operator: for reduction="none"."""
+    """(dx, dweight, None, dbias) after `run_forward`. operator: computes the gradients for reduction="none"."""
     if grad_output is None:
         return (None,) * 4
-    if ctx.later:
-        grads = operator(grad_output, *ctx.saved_tensors, ctx.later)
+    if ctx.backward_call:
+        grads = operator(grad_output, *ctx.saved_tensors, ctx.backward_call)
         dx, dweight, dbias = (g if w else None for g, w in zip(grads, ctx.needs))
     else:
         *grads, stats = ctx.saved_tensors
@@ -232,10 +232,10 @@ def liger_fused_linear_cross_entropy(
     input: [n_rows, hidden]; weight: [vocab, hidden]; bias: [vocab]; one dtype, fp32, fp16 or bf16 (fp64 on the CPU),
     or any under autocast. target: [n_rows] int64 or int32; ce_weight: [vocab] class weights. accum_dtype=torch.float32
     sums the weight's gradient in an fp32 buffer. chunk_mem_const multiplies the budget LIGER_HW_LOSS_MEMORY_MIB.
-    use_token_scaling multiplies each row's loss by its predicted probability of the target, without gradient. compact
-    leaves ignored rows out of the matrix products: a `CountedRows` of the labels made early in the step, or True to
-    count now, which waits for the device; the results are the same, unless ignored rows have nan or inf.
-    The other arguments are explained at `liger_cross_entropy`.
+    use_token_scaling multiplies each row's loss by the target's probability, taken as a constant. compact leaves
+    ignored rows out of the matrix products: a `CountedRows` of the labels made early in the step, or True to count now,
+    which waits for the device; the results are the same, unless ignored rows have nan or inf. The other arguments are
+    explained at `liger_cross_entropy`.
     Returns the loss in fp32, [] or [n_rows] with reduction="none", or a `CrossEntropyOutput` when any return_* is set.
     Raises as `liger_cross_entropy` does.
     """
@@ -302,7 +302,7 @@ def sample(sizes, dtype, device, generator, *, weighted=False, **options: Any) -
     sample, vocab = sample_head(sizes, dtype, device, generator, passes=(2, 3), **options), sizes[2]
     x, weight, target, bias = sample.args
     ce_weight = torch.rand(vocab, generator=generator, dtype=torch.float32, device=device) if weighted else None
-    if options.get("use_token_scaling"):  # of a trained model: for random logits p and every gradient underflow
+    if options.get("use_token_scaling"):  # targets get large logits: else their probabilities and gradients underflow
         x = (0.3 * x + math.log(vocab) * weight[target.clamp_min(0)]).detach().requires_grad_()
     return replace(sample, args=(x, weight, target, bias, ce_weight))
 

@@ -2,16 +2,16 @@
 
 Each rank holds its part of the head's weight, in the order of the ranks; parts may be unequal (losses/vocab_parts.py).
 The loss of a row is defined in cross_entropy.py, with the log-sum-exp, the target's logit and the sum of the logits
-taken over all ranks. It is the same, bit for bit, on every rank.
+taken over all ranks. It has the same bits on every rank.
 
-A chunk of rows (linear_head.py) costs three GEMMs over this rank's columns. The ranks communicate during them:
-    logits    are computed in two halves of the chunk's rows. The log-sum-exp of the first half is exchanged during the
-              second product, the second half's while the gradient of the first half is written
+A chunk of rows (linear_head.py) costs three GEMMs over this rank's columns. The ranks communicate during the GEMMs:
+    logits    are computed in two halves of the chunk's rows. The log-sum-exps of the first half are exchanged while the
+              logits of the second are computed; those of the second, while the gradient of the first is written
     dx        is summed over the ranks, in the input's dtype, while dweight is computed. Under sequence parallelism each
               rank holds some rows of the input; all are gathered first, and dx is summed by a reduce-scatter
-Numbers that only the loss needs, such as the target's score, are exchanged once, after the last chunk. The forward
-computes the gradients, as in fused_linear_cross_entropy.py. With reduction="none" backward computes them, from the
-log-sum-exp that the forward saved.
+Numbers that only the loss needs, such as the target's logit, are exchanged once, after the last chunk. The forward
+computes the gradients, as in fused_linear_cross_entropy.py. With reduction="none" backward computes them from the
+log-sum-exps that the forward saved.
 
 Source: Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053
 """
@@ -55,11 +55,11 @@ from .linear_head import (
     CountedRows,
     HeadGradients,
     Needs,
-    among_all,
     checked_head,
     dx_of,
     plan_shared,
     remaining_rows,
+    scatter_rows,
     sums_in_fp32,
     sweep,
 )
@@ -86,10 +86,10 @@ class _Call(NamedTuple):
 
 
 class SharedGradients(HeadGradients):
-    """One rank's dweight, and dx summed over the ranks while dweight is computed.
+    """`HeadGradients` with this rank's dweight, and with dx summed over the ranks.
 
-    scattered: x [n_rows, hidden] was gathered, every chunk has equally many rows of every rank, and dx has this rank's
-    rows; else dx has all rows.
+    scattered: x [n_rows, hidden] was gathered from all ranks, and dx has only this rank's rows. Every chunk must have
+    equally many rows of each rank.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class SharedGradients(HeadGradients):
         partial_dx = self.dx[rows] if isinstance(rows, slice) else self.dx.new_empty((len(dlogits), self.dx.shape[1]))
         dx_of(dlogits, weight, partial_dx, True)
         if self._scattered:
-            into = self.dx[start // world : (start + len(dlogits)) // world]
-            work = reduce_scatter_single(into, partial_dx, group=group, async_op=True)
+            dx = self.dx[start // world : (start + len(dlogits)) // world]
+            work = reduce_scatter_single(dx, partial_dx, group=group, async_op=True)
         else:
             work = dist.all_reduce(partial_dx, group=group, async_op=True)
         self._pending.append((work, partial_dx, rows))
@@ -126,12 +126,12 @@ class SharedGradients(HeadGradients):
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
-class _Rows:
-    """The row steps of one call on one rank. Tensors of rows are [n_rows], in the order of the sweep.
+class _RowLosses:
+    """The row-wise part of one call on one rank. Tensors [n_rows] are in the order of the sweep.
 
     incoming: [] or [n_rows], the incoming gradient of each row's loss
-    lse: the log-sum-exp that the forward saved; None: it is exchanged
-    sent: the exchanges of log-sum-exps that were begun and not yet received
+    lse: log-sum-exps over the whole vocabulary, saved by the forward; None: the ranks exchange theirs
+    sent: the exchanges that `send` has begun and `receive` has not completed
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class _Rows:
         self._smoothing_term = (-self._per_class * incoming).expand(n_rows).contiguous() if smoothing else None
 
     def send(self, start: int, logits: torch.Tensor) -> None:
-        """Read the logits of the rows `start`.., and send their log-sum-exp to the other ranks."""
+        """Compute the statistics of rows `start`.. from their logits, and send the log-sum-exps to the other ranks."""
         rows = slice(start, start + logits.shape[0])
         call = partial(row_log_probs, logits, self.local.column, self._results, self._row_options)
         with_fallback(partial(call, bias=self._bias, row_start=start, plain=self._plain))()
@@ -161,13 +161,13 @@ class _Rows:
         self.sent.append((rows, GatheredRows(self._results.lse[None, rows], self.part)))
 
     def receive(self) -> slice:
-        """Wait for the oldest exchange, store the log-sum-exp of all ranks, and return its rows."""
+        """Wait for the oldest exchange, store the log-sum-exps over all ranks, and return the exchange's rows."""
         rows, gathered = self.sent.pop(0)
         self.lse[rows] = reduce(torch.logaddexp, gathered.wait()[0])
         return rows
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(loss, its z-loss part, the column of the largest logit or None) of every row, once all rows are received."""
+        """(loss, its z-loss part, column of the largest logit or None) of every row. Call after all are received."""
         local, results, options = self.local, self._results, self.options
         numbers = [torch.where(local.is_local, results.lse + results.logp, 0.0)]
         numbers += [] if results.logit_sum is None else [results.logit_sum]
@@ -209,54 +209,53 @@ def _all_rows(x: torch.Tensor, part: VocabPart, sequence_parallel: bool) -> torc
     return rows
 
 
-def _order(chunks: Chunks, world: int, device: torch.device) -> torch.Tensor:
-    """The order of rows with which every chunk has equally many rows of each rank."""
+def _interleaved_order(chunks: Chunks, world: int, device: torch.device) -> torch.Tensor:
+    """An order of the gathered rows in which every chunk has equally many rows of each rank."""
     rows = torch.arange(chunks.n_rows, device=device).view(world, -1)
     return torch.cat([rows[:, start // world : stop // world].reshape(-1) for start, stop in chunks.bounds])
 
 
 @torch.no_grad()
 def _run(x, weight, target, bias, order, call: _Call, plain: bool, lse=None, row_grads=None):
-    """(the rows, their order or None, gradients, weight of a row in the reduction).
+    """(a `_RowLosses`, the order of its rows or None, gradients, factor of each row's loss in the reduction).
 
-    lse, row_grads: [n_rows], only in the backward of reduction="none": the forward's log-sum-exp, and each row's
-    incoming gradient; plain: the row steps run in torch, without kernels
+    lse, row_grads: [n_rows], only in the backward of reduction="none": the forward's log-sum-exps, and each row's
+    incoming gradient; plain: rows are computed in torch, without Triton kernels
     """
     part = vocab_part(weight.shape[0], call.process_group, x.device)
     scattered = call.sequence_parallel and part.world > 1
-    whole, n_rows = _all_rows(x, part, call.sequence_parallel), len(target if order is None else order)
+    all_x, n_rows = _all_rows(x, part, call.sequence_parallel), len(target if order is None else order)
     options, world = call.options, part.world if scattered else 1
     chunks = plan_shared(n_rows, x.shape[1], x.dtype.itemsize, wide=call.wide, world=world)
     if scattered:
-        order = _order(chunks, part.world, x.device)
+        order = _interleaved_order(chunks, part.world, x.device)
     if order is not None:
         target, lse, row_grads = (None if t is None else t[order] for t in (target, lse, row_grads))
     local = local_targets(_NAME, target, weight.shape[0], part, options.ignore_index)
     entries = torch.where(local.is_local, local.column, -1)
-    grads = SharedGradients(whole, weight, call.needs, chunks, entries, part, plain, scattered)
+    grads = SharedGradients(all_x, weight, call.needs, chunks, entries, part, plain, scattered)
     one = x.new_ones((), dtype=torch.promote_types(x.dtype, torch.float32))
     row_weight = local.counted.sum().to(one.dtype).reciprocal() if options.reduction == MEAN else one
     incoming = (one if options.scales_in_backward(x.dtype) else row_weight) if row_grads is None else row_grads
-    rows = _Rows(local, part, bias, options, x, plain, incoming, lse)
-    for start, logits, _ in sweep(
-        chunks, whole, weight, grads if any(call.needs) else None, order=order, scan=rows.send if lse is None else None
-    ):
+    losses = _RowLosses(local, part, bias, options, x, plain, incoming, lse)
+    head_grads, scan = grads if any(call.needs) else None, losses.send if lse is None else None
+    for start, logits, _ in sweep(chunks, all_x, weight, head_grads, order=order, scan=scan):
         if lse is not None:
-            rows.gradient(start, logits)
-        while rows.sent:
-            here = rows.receive()
+            losses.gradient(start, logits)
+        while losses.sent:
+            rows = losses.receive()
             if any(call.needs):
-                rows.gradient(here.start, logits[here.start - start : here.stop - start])
-    return rows, order, grads.results(bias), row_weight
+                losses.gradient(rows.start, logits[rows.start - start : rows.stop - start])
+    return losses, order, grads.results(bias), row_weight
 
 
 def _forward(x, weight, target, bias, order, call: _Call, plain=False):
     n_rows, options = len(target), call.options
-    rows, order, grads, row_weight = _run(x, weight, target, bias, order, call, plain)
-    counted, (loss, z_loss, top) = rows.local.counted, rows.results()
+    losses, order, grads, row_weight = _run(x, weight, target, bias, order, call, plain)
+    counted, (loss, z_loss, top) = losses.local.counted, losses.results()
 
-    def in_order(t: torch.Tensor, left_out: int = 0) -> torch.Tensor:
-        return among_all(t, order, n_rows, left_out)
+    def in_order(t: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        return scatter_rows(t, order, n_rows, fill)
 
     by_row, hits = options.reduction == NONE, absent(loss)
     if options.return_token_accuracy:
@@ -267,9 +266,9 @@ def _forward(x, weight, target, bias, order, call: _Call, plain=False):
     z_loss = z_loss if options.return_z_loss else absent(z_loss)
     top = in_order(top, -1) if options.return_predicted_tokens else absent(target)
     stats = absent(row_weight)
-    if options.scales_in_backward(x.dtype):  # inf (1 / 0) where every row is ignored; the gradients are zero then
-        stats = torch.where(row_weight.isfinite(), row_weight, 0.0).repeat(5)
-    return loss, z_loss, hits, top, in_order(rows.lse), *grads, stats
+    if options.scales_in_backward(x.dtype):  # if every row is ignored, row_weight is 1 / 0, and the gradients are zero
+        stats = torch.where(row_weight.isfinite(), row_weight, 0.0).repeat(5)  # `scale_gradient` reads element 4
+    return loss, z_loss, hits, top, in_order(losses.lse), *grads, stats
 
 
 def _backward(grad_output, lse, x, weight, target, bias, order, call: _Call, plain=False):
@@ -359,10 +358,10 @@ def liger_fused_linear_cross_entropy_tp(
 
     input: [n_rows, hidden], the same on every rank; with sequence_parallel this rank's rows, equally many on every
     rank. weight: [vocab, hidden] and bias: [vocab], this rank's part, of any width; one dtype, fp32, fp16 or bf16 (fp64
-    on the CPU), or any under autocast. target: [n_rows] int64 or int32, indices of the whole vocabulary for all rows
-    (with sequence_parallel in the order of the ranks), the same on every rank. tp_group: a ProcessGroup, or None for a
-    whole vocabulary. compact is not used with sequence_parallel. The other arguments are explained at
-    `liger_fused_linear_cross_entropy`.
+    on the CPU), or any under autocast. target: [n_rows] int64 or int32, indices in the whole vocabulary for the rows of
+    all ranks (with sequence_parallel in the order of the ranks), the same on every rank. tp_group: a ProcessGroup, or
+    None if this rank has the whole vocabulary. compact is ignored with sequence_parallel. The other arguments are
+    explained at `liger_fused_linear_cross_entropy`.
     Returns the loss of all rows in fp32, the same on every rank, [] or [n_rows] with reduction="none", or a
     `CrossEntropyOutput` when any return_* is set. The input's gradient is summed over the ranks. Every rank must call
     the function and run backward.

@@ -1,10 +1,10 @@
 """Generalised Jensen-Shannon divergence of a student's linear head from a teacher's, without the logits of all rows.
 
-    x = log_softmax(student_input @ student_weight^T / temperature), y likewise of the teacher: the loss is jsd.py's
+    loss = jsd(x, y) of jsd.py, x = log_softmax(student_input @ student_weight^T / temperature), y: the teacher's
 
-The loss is the mean over rows that are not ignored, or zero. Logits, divergence and loss are fp32. Other heads round
-the logits to 16 bits; here that would change the gradient much, which is a difference of two distributions that may be
-close. The logits' gradient is rounded to the student's dtype, as in any head.
+The loss is the mean over rows that are not ignored, or zero if all are. Logits, divergence and loss are fp32: rounding
+the logits to 16 bits, as other heads do, would change the gradient much, which is the difference of two distributions
+that may be close. The logits' gradient is rounded to the student's dtype, as in other heads.
 
 Saved for backward: the gradients of the student's input and weight, computed chunk by chunk in the forward. The teacher
 gets none. See `sweep_in_fp32` of linear_head.py for the chunks, distill_rows.py for the rows.
@@ -68,12 +68,12 @@ def liger_fused_linear_jsd(
 ) -> torch.Tensor:
     """Generalised Jensen-Shannon divergence of two linear heads, without their logits in memory.
 
-    With p the teacher, q the student, each softmax(input @ weight.T / temperature), and m = beta p + (1 - beta) q:
-    beta KL(p || m) + (1 - beta) KL(q || m). Logits are computed and kept in fp32.
+    beta KL(p || m) + (1 - beta) KL(q || m), where p (teacher) and q (student) are softmax(input @ weight.T /
+    temperature), and m = beta p + (1 - beta) q. Logits are computed and kept in fp32.
 
-    Inputs [n_rows, hidden] and weights [vocab, hidden] of student and teacher, whose hidden sizes may differ; fp32,
-    fp16 or bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32, rows at ignore_index
-    do not count. jsd_beta: 0 is KL(teacher || student), 1 the reverse. accum_dtype=torch.float32 sums the weight's
+    Inputs are [n_rows, hidden], weights [vocab, hidden]; student and teacher may differ in hidden. fp32, fp16 or bf16
+    (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32; rows at ignore_index are left out.
+    jsd_beta: 0 is KL(teacher || student), 1 is KL(student || teacher). accum_dtype=torch.float32 sums the weight's
     gradient in an fp32 buffer. Returns the loss [] in fp32. The teacher gets no gradient.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
     """
@@ -118,7 +118,7 @@ WORKLOADS = {"llama3_8b": (4096, 4096, 128256), "mistral_7b": (8192, 4096, 32768
 def sample_distillation(
     sizes, dtype, device, generator, *, given_target=False, labelled=False, frozen=False, **options: Any
 ) -> Sample:
-    """A `Sample` of a student's head and a teacher's, or with given_target probabilities in place of the teacher.
+    """A `Sample` of a student's and a teacher's head; given_target: probabilities replace the teacher.
 
     labelled: with labels, some of them -100; frozen: the student's weight has no gradient
     """

@@ -1,10 +1,10 @@
 """KL divergence of given target probabilities from a student's linear head, without the logits of all rows.
 
-    x = log_softmax(student_input @ student_weight^T / temperature), t = target: sum of t (log max(t, eps) - x)
-    sum  over all rows that count     batchmean  divided by their number     mean  divided by that times vocab
+    sum of t (log max(t, eps) - x), where t = target, x = log_softmax(student_input @ student_weight^T / temperature)
+    reduction: "sum" is over rows that are not ignored; "batchmean" divides by their number, "mean" by that times vocab
 
-The loss is zero where no row counts. Autocast casts input and weight, not the target. Logits are rounded to the input's
-dtype as a linear layer's are; everything after, and the loss, is fp32.
+The loss is zero if all rows are ignored. Autocast casts input and weight, not the target. Logits are rounded to the
+input's dtype as a linear layer's are; everything after that, and the loss, is fp32.
 
 Saved for backward: the gradients of input and weight, computed chunk by chunk in the forward. The target gets none. See
 linear_head.py for the chunks, distill_rows.py for the rows.
@@ -58,10 +58,10 @@ def liger_fused_linear_kl_div(
     The student is softmax(student_input @ student_weight.T / temperature).
 
     student_input: [n_rows, hidden]; student_weight: [vocab, hidden]; target: [n_rows, vocab] probabilities; fp32, fp16
-    or bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32, rows at ignore_index do not
-    count. reduction: batchmean, mean or sum. accum_dtype=torch.float32 sums the weight's gradient in an fp32 buffer.
-    Returns the loss [] in fp32. The target gets no gradient.
-    Raises `ValueError` for shapes, dtypes, devices or options that do not fit.
+    or bf16 (fp64 on the CPU), or any under autocast. shift_labels: [n_rows] int64 or int32; rows at ignore_index are
+    left out. reduction: batchmean (over rows), mean (over all elements) or sum; eps: the least target in the logarithm.
+    accum_dtype=torch.float32 sums the weight's gradient in an fp32 buffer.
+    Returns the loss [] in fp32. The target gets no gradient. Raises `ValueError` for arguments that do not fit.
     """
     op = "liger_fused_linear_kl_div"
     check_tensors(op, student_input=student_input, student_weight=student_weight, target=target)

@@ -9,12 +9,12 @@ Logits are rounded to the dtype of input and weight (autocast's under autocast) 
 added in fp32; everything after it is fp32, and so are the results. All but is_top1 are differentiable.
 
 Saved for backward: the inputs, the log-sum-exp and the results of each row, and some logits (`kept_logits.py`), since
-the forward does not know the incoming gradients. Backward computes the other logits again, or all of them with a frozen
+the forward does not have the incoming gradients. Backward computes the other logits again, or all of them with a frozen
 weight, selected_token_ids, accum_dtype, torch.compile or a second backward (retain_graph).
 
-batch_invariant: every product of the forward has the same sizes and alignment for any batch (`TILE` rows, filled up
-with zeros), and one program computes all statistics of a row. So a row's results do not depend on the other rows, bit
-for bit, provided that in products of equal sizes the GEMM library computes equal rows alike.
+batch_invariant: every product of the forward has the same sizes and alignment for any batch (INVARIANT_ROWS rows,
+padded with zeros), and one program computes all statistics of a row. So a row's results have the same bits beside any
+other rows, provided that in products of equal sizes the GEMM library computes equal rows alike.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from ..losses.log_probs import (
 from .head_reference import fake_gradients, sample_head
 from .kept_logits import KeepPlan, KeptLogits, keeping_backward, keeping_forward, plan_kept
 from .linear_head import (
-    TILE,
+    INVARIANT_ROWS,
     Chunks,
     CountedRows,
     HeadGradients,
     Needs,
-    among_all,
     checked_head,
     padded,
     plan_chunks,
     remaining_rows,
+    scatter_rows,
     sums_in_fp32,
     sweep,
 )
@@ -73,7 +73,7 @@ def fused_linear_log_probs_reference(
     input, weight, target, bias=None, *settings, accum_dtype=None, compact=False, batch_invariant=False, **named
 ):
     """The specification in plain torch: a linear layer, then log-probabilities in fp32 (fp64 for fp64)."""
-    if batch_invariant and input.numel() > input.shape[-1]:  # one product a row: all have the same size
+    if batch_invariant and input.numel() > input.shape[-1]:  # one product for each row: all have the same size
         rows = input.reshape(-1, input.shape[-1]).split(1)
         logits = torch.cat([F.linear(row, weight) for row in rows]).unflatten(0, input.shape[:-1])
     else:
@@ -98,11 +98,11 @@ class LogProbsCall(NamedTuple):
 
     def tile(self, plain: bool) -> int:
         """Rows of every product of the forward in batch-invariant mode, or 0."""
-        return (1 if plain else TILE) if self.batch_invariant else 0
+        return (1 if plain else INVARIANT_ROWS) if self.batch_invariant else 0
 
 
-def _prepared(x, weight, target, bias, call: LogProbsCall, plain: bool):
-    """(target, bias, buffers for the results); checks the targets."""
+def _checked_rows(x, weight, target, bias, call: LogProbsCall, plain: bool):
+    """(contiguous target and bias, buffers for the results), after a device-side check of the targets."""
     target, bias = target.contiguous(), dense(bias)
     assert_targets(_NAME, target, weight.shape[0], call.options.ignore_index, plain)
     return target, bias, log_prob_buffers(x.shape[0], x, entropy=call.entropy, top=call.top)
@@ -110,7 +110,7 @@ def _prepared(x, weight, target, bias, call: LogProbsCall, plain: bool):
 
 @torch.no_grad()
 def _fwd(x, weight, target, bias, ids, call: LogProbsCall, plain=False):
-    target, bias, out = _prepared(x, weight, target, bias, call, plain)
+    target, bias, out = _checked_rows(x, weight, target, bias, call, plain)
     (n_rows, hidden), vocab = x.shape, weight.shape[0]
     selected = absent(out.lse) if ids is None else out.lse.new_empty(n_rows, ids.shape[0])
     chunks = plan_chunks(n_rows, hidden, vocab, x.dtype.itemsize, gradients=False)
@@ -154,9 +154,9 @@ def _bwd(x, weight, target, bias, ids, lse, entropy, selected, dlogp, dentropy, 
 
 
 def _row_coefficients(lse, dlogp, dselected, here):
-    """(gradient of each row's log-probability, factor of its softmax or None where it is the same number).
+    """([n_rows] the gradient of log p[y], [n_rows] the factor of each row's softmax; None if both are equal).
 
-    here: whether this rank has the row's target; None where it has the whole vocabulary
+    here: [n_rows], whether this rank has the row's target; None: it has the whole vocabulary
     """
     dlogp = torch.zeros_like(lse) if dlogp is None else dlogp.contiguous()
     if here is not None:
@@ -165,10 +165,10 @@ def _row_coefficients(lse, dlogp, dselected, here):
 
 
 def _gradient_at_ids(selected, ids, target, dselected, dlogp, softmax_coef, *, dentropy, entropy, lse, options):
-    """The gradient of the logits in the selected columns, [n, k] fp32: the row kernel's and the one from `selected`. An
-    id that occurs twice has the sum of both in both places, so either may be stored."""
+    """The logits' gradient in the selected columns, [n, k] fp32, from all results. Every column of a repeated id has
+    the sum over its repeats, so any of them may be stored."""
     same = (ids[:, None] == ids[None, :]).to(dselected.dtype)
-    step = max(1, (1 << 24) // max(1, dselected.numel()))
+    step = max(1, (1 << 24) // max(1, dselected.numel()))  # bounds the products below to 2^24 elements
     parts = [(dselected[:, None, :] * same[k : k + step]).sum(-1) for k in range(0, max(1, len(ids)), step)]
     p = selected.exp()
     gradient = torch.cat(parts, 1) + dlogp[:, None] * (target[:, None] == ids) - softmax_coef[:, None] * p
@@ -180,9 +180,9 @@ def _gradient_at_ids(selected, ids, target, dselected, dlogp, softmax_coef, *, d
 
 
 @torch.no_grad()
-def _keep(x, weight, target, bias, waiting, tail, rest, slab, width, call: LogProbsCall, plain=False):
-    target, bias, out = _prepared(x, weight, target, bias, call, plain)
-    kept = KeptLogits(waiting, tail, rest, slab, width)
+def _keep(x, weight, target, bias, dweight_memory, tail, rest, slab, width, call: LogProbsCall, plain=False):
+    target, bias, out = _checked_rows(x, weight, target, bias, call, plain)
+    kept = KeptLogits(dweight_memory, tail, rest, slab, width)
     keeping_forward(x, weight, target, out, kept, call.options, call.tile(plain), bias, plain)
     return results_of(out)
 
@@ -196,7 +196,7 @@ def _bwd_fake(x, weight, target, bias, *others):
     return fake_gradients(x, weight, bias, others[-1].needs)
 
 
-def _keep_fake(x, weight, target, bias, waiting, tail, rest, slab, width, call: LogProbsCall):
+def _keep_fake(x, weight, target, bias, dweight_memory, tail, rest, slab, width, call: LogProbsCall):
     return _fwd_fake(x, weight, target, bias, None, call)[:4]
 
 
@@ -211,10 +211,10 @@ def _bwd_misfit(x, weight, target, bias, ids, lse, entropy, selected, dlogp, den
     return entropy_misfit(lse, entropy, dentropy)
 
 
-def _keep_misfit(x, weight, target, bias, waiting, tail, rest, slab, width, call) -> str:
+def _keep_misfit(x, weight, target, bias, dweight_memory, tail, rest, slab, width, call) -> str:
     if rest.shape[1] != padded(weight.shape[0]):
         return f"rest must be [n_kept, {padded(weight.shape[0])}], got {list(rest.shape)}"
-    return "waiting must have weight's shape where a slab waits in it" if slab and waiting.dim() != 2 else ""
+    return "dweight_memory must have weight's shape if there is a slab" if slab and dweight_memory.dim() != 2 else ""
 
 
 linear_log_probs_fwd = define(
@@ -239,9 +239,9 @@ linear_log_probs_bwd = define(
     recorded=False,
 )
 linear_log_probs_keep = define(
-    f"fused_linear_log_probs_keep({_INPUTS}, Tensor(a!) waiting, Tensor(b!) tail, Tensor(c!) rest, int slab, int width)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    shapes=f"{_SHAPES}; T waiting [0] | [vocab, hidden]; T tail [n_tail]; T rest [n_kept, n_padded]",
+    f"fused_linear_log_probs_keep({_INPUTS}, Tensor(a!) dweight_memory, Tensor(b!) tail, Tensor(c!) rest, int slab,"
+    " int width) -> (Tensor, Tensor, Tensor, Tensor)",
+    shapes=f"{_SHAPES}; T dweight_memory [0] | [vocab, hidden]; T tail [n_tail]; T rest [n_kept, n_padded]",
     misfit=_keep_misfit,
     launcher=_keep,
     reference=partial(_keep, plain=True),
@@ -251,18 +251,18 @@ linear_log_probs_keep = define(
 )
 
 
-def _is_watched() -> bool:
-    """Whether torch.compile traces, or a dispatch mode sees the operators. One of these, selective checkpointing, may
-    keep an operator's results but not the memory that it wrote."""
+def _is_traced() -> bool:
+    """Whether torch.compile or a dispatch mode intercepts operators. The mode of selective checkpointing may keep an
+    operator's results without the memory that the operator wrote."""
     return torch.compiler.is_compiling() or n_dispatch_modes() > 0
 
 
 def _are_batched(grads: list[torch.Tensor | None]) -> bool:
-    """Whether vmap or is_grads_batched batches them, which torch cannot do where an operator writes its inputs."""
+    """Whether vmap or is_grads_batched batches grads. torch cannot batch operators that write to their inputs."""
     return innermost_transform() is not None or any(is_batched(g) for g in grads if g is not None)
 
 
-class Ran(NamedTuple):
+class ForwardOutput(NamedTuple):
     """results: (logp, entropy, top, lse, selected); plan: which logits are kept, or None; memory: the kept logits"""
 
     results: tuple[torch.Tensor, ...]
@@ -270,36 +270,36 @@ class Ran(NamedTuple):
     memory: tuple[torch.Tensor, ...]
 
 
-def forward_rows(x, weight, target, bias, ids, call: LogProbsCall) -> Ran:
-    """The forward of rows [n_rows, hidden], which keeps logits if the weight needs a gradient and they fit."""
+def forward_rows(x, weight, target, bias, ids, call: LogProbsCall) -> ForwardOutput:
+    """The forward of rows [n_rows, hidden]; keeps logits if the weight needs a gradient and `plan_kept` has a plan."""
     plan = None
-    if call.needs.dweight and ids is None and not call.wide and not _is_watched():
+    if call.needs.dweight and ids is None and not call.wide and not _is_traced():
         plan = plan_kept(*x.shape, weight.shape[0], x.dtype.itemsize)
     if plan is None:
-        return Ran(linear_log_probs_fwd(x, weight, target, bias, ids, call), None, ())
+        return ForwardOutput(linear_log_probs_fwd(x, weight, target, bias, ids, call), None, ())
     kept = plan.allocate(x, weight, call.tile(plain=False))
     results = linear_log_probs_keep(x, weight, target, bias, *kept, call)
-    return Ran((*results, absent(results[3])), plan, kept[:3])
+    return ForwardOutput((*results, absent(results[3])), plan, kept[:3])
 
 
 def backward_rows(saved, grads, plan: KeepPlan | None, call: LogProbsCall) -> tuple[torch.Tensor | None, ...]:
     """(dx, dweight, dbias), None where not needed.
 
-    saved: (x, weight, target, bias, ids, lse, entropy, selected, *`Ran.memory`); lse and entropy are over the whole
-    vocabulary even if weight is a part of it
-    grads: (dlogp, dentropy, dselected, here), each or None; here: whether this rank has the row's target
+    saved: (x, weight, target, bias, ids, lse, entropy, selected, *`ForwardOutput.memory`); lse and entropy are over the
+    whole vocabulary even if weight is a part of it
+    grads: (dlogp, dentropy, dselected, here), any may be None; here: see `_row_coefficients`
     """
     x, weight, target, bias, ids, lse, entropy, selected, *memory = saved
     dlogp, dentropy, dselected, here = grads
     if plan is None or graph_is_kept() or _are_batched([dlogp, dentropy, dselected]):
         gradients = linear_log_probs_bwd(x, weight, target, bias, ids, lse, entropy, selected, *grads, call)
     else:
-        for written in memory:  # before the launch, so that after an out-of-memory error a second backward raises
-            torch.autograd.graph.increment_version(written)
+        for kept_tensor in memory:  # before the launch: if it runs out of memory, a second backward must raise
+            torch.autograd.graph.increment_version(kept_tensor)
         kept = KeptLogits(*memory, plan.slab, plan.width)
         plain = env.LIGER_HW_DISABLE or x.is_cpu and not INTERPRET
-        of_logp, softmax_coef = _row_coefficients(lse, dlogp, None, here)
-        rows = x, weight, dense(bias), target.contiguous(), LogProbs(lse, lse, entropy), of_logp, dense(dentropy)
+        dlogp, softmax_coef = _row_coefficients(lse, dlogp, None, here)
+        rows = x, weight, dense(bias), target.contiguous(), LogProbs(lse, lse, entropy), dlogp, dense(dentropy)
         dx, dw, db = keeping_backward(*rows, kept, call.needs, call.options, softmax_coef, plain)
         gradients = dx, dw.detach(), db if db is None else db.to(x.dtype)
     return tuple(g if w else None for g, w in zip(gradients, call.needs))
@@ -318,10 +318,10 @@ class FusedLinearLogProbsFunction(Function):
         (logp, entropy, top, lse, selected), ctx.plan, memory = forward_rows(x, weight, target, bias, ids, call)
         ctx.save_for_backward(x, weight, target, bias, ids, lse, entropy, selected, *memory)
         ctx.call, ctx.has_selected = call, ids is not None
-        absentees = [t for t, there in ((entropy, call.entropy), (selected, ctx.has_selected)) if not there]
-        ctx.mark_non_differentiable(top, *absentees)
+        unused = [t for t, is_used in ((entropy, call.entropy), (selected, ctx.has_selected)) if not is_used]
+        ctx.mark_non_differentiable(top, *unused)
         ctx.set_materialize_grads(False)
-        if any(ctx.needs_input_grad):  # small copies, since the caller may change them in place
+        if any(ctx.needs_input_grad):  # copies, since the caller may change results in place
             entropy = entropy.clone() if call.entropy else entropy
             selected = selected.clone() if ctx.has_selected else selected
         return logp, entropy, top, selected
@@ -355,13 +355,13 @@ def liger_fused_linear_log_probs(
     """Log-probability of each target under softmax(softcap(input @ weight^T + bias) / temperature), or more.
 
     input: [..., hidden]; weight: [vocab, hidden]; bias: [vocab]; one dtype, fp32, fp16 or bf16 (fp64 on the CPU), or
-    any under autocast. target: [...] int64 or int32, the token that each row predicts. With shift_labels=True it is the
-    sequences' tokens [..., length]: a row predicts the next token, the last row of a sequence nothing. The first token
-    of each part of a packed sequence must then be ignore_index.
+    any under autocast. target: [...] int64 or int32, the token that each row predicts. With shift_labels=True target
+    has the sequences' tokens [..., length]: each row predicts the next token, and the last row of a sequence is
+    ignored. In a packed sequence the first token of each document must then be ignore_index.
     temperature: a positive number; softcap: a positive number, with which logits become softcap * tanh(logits /
-    softcap). return_entropy: also each row's entropy in nats, differentiable; return_top1: also whether the target is
-    the largest logit, the first of equal ones; selected_token_ids: [k] int64 in 0..vocab-1, on the device, repeats
-    allowed: also their log-probabilities, differentiable.
+    softcap). return_entropy: also each row's entropy in nats, differentiable; return_top1: also whether the target has
+    the largest logit (of equal logits, the first counts); selected_token_ids: [k] int64 in 0..vocab-1, on input's
+    device, repeats allowed: also their log-probabilities, differentiable.
     accum_dtype=torch.float32 sums the weight's gradient in an fp32 buffer. compact leaves ignored rows out of the
     products: a `CountedRows` of the labels made early in the step, or True to count now, which waits for the device.
     batch_invariant: a row's results (not its gradients) have the same bits beside any other rows, on one device and
@@ -394,10 +394,10 @@ def liger_fused_linear_log_probs(
     logp, entropy, top, selected = FusedLinearLogProbsFunction.apply(input, weight, target, bias, ids, call)
     is_top1 = (top == target) & (target != ignore_index) if return_top1 else None
 
-    def shaped(rows: torch.Tensor | None, there: bool = True) -> torch.Tensor | None:
-        if rows is None or not there:
+    def shaped(rows: torch.Tensor | None, is_used: bool = True) -> torch.Tensor | None:
+        if rows is None or not is_used:
             return None
-        return among_all(rows, order, n_rows).reshape(*shape, *rows.shape[1:])
+        return scatter_rows(rows, order, n_rows).reshape(*shape, *rows.shape[1:])
 
     results = shaped(logp), shaped(entropy, return_entropy), shaped(is_top1)
     return pack_log_probs(*results, shaped(selected, ids is not None))

@@ -1,11 +1,11 @@
 """Negated log-probabilities of a linear head, nll = -log softmax(input @ weight^T / temperature)[y].
 
-Liger's name for `liger_fused_linear_log_probs`, of rows.
+It calls `liger_fused_linear_log_probs`.
 
-`liger_fused_linear_scaled_cross_entropy_tp` is the same over a vocabulary split between the ranks of a process group.
+`liger_fused_linear_scaled_cross_entropy_tp` computes this over a vocabulary split between the ranks of a process group.
 Each rank holds the hidden states of all rows and its part of the head's weight, in the order of the ranks; parts may be
 unequal (losses/vocab_parts.py). The forward exchanges the parts' widths and two numbers a row (three with entropy);
-backward sums the hidden states' gradient. Logits are kept as with a whole vocabulary (kept_logits.py).
+backward sums the hidden states' gradient. Logits are kept as without a process group (kept_logits.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def liger_fused_linear_scaled_cross_entropy(
     selected_token_ids: torch.Tensor | None = None,
     accum_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Per-token NLL of softmax(input @ weight^T / temperature), and on request entropy and selected tokens' log p.
+    """Each row's -log softmax(input @ weight^T / temperature)[target], optionally entropy and selected tokens' log p.
 
     input: [n_rows, hidden]; weight: [vocab, hidden]; target: [n_rows]. The arguments are explained at
     `liger_fused_linear_log_probs`. Returns nll [n_rows] in fp32, or a tuple (nll, entropy [n_rows] if return_entropy,
@@ -61,15 +61,15 @@ class FusedLinearScaledCrossEntropyTPFunction(Function):
         options = options._replace(ignore_index=IGNORED)
         call = LogProbsCall(options, return_entropy, needs=Needs(dinput, dweight))
         results, ctx.plan, memory = forward_rows(x, weight, local.column, None, None, call)
-        logp, entropy, _, own_lse, selected = results
-        s_y = torch.where(local.is_local, own_lse + logp, 0.0)
-        means = [own_lse - entropy] if return_entropy else []  # a rank's mean score
-        lses, scores, *means = gather_rows([own_lse, s_y, *means], part)
+        logp, entropy, _, part_lse, selected = results
+        score = torch.where(local.is_local, part_lse + logp, 0.0)
+        means = [part_lse - entropy] if return_entropy else []  # the mean score under this part's softmax
+        lses, scores, *means = gather_rows([part_lse, score, *means], part)
         lse = torch.logsumexp(lses, 0)
         nll = torch.where(local.valid, lse - scores.sum(0), float("nan")).masked_fill(~local.counted, 0.0)
         if return_entropy:
-            share = torch.exp(lses - lse)  # the rank's share of the probability
-            entropy = (lse - torch.where(share == 0, 0.0, share * means[0]).sum(0)).masked_fill(~local.counted, 0.0)
+            p_part = torch.exp(lses - lse)  # the probability of each rank's part
+            entropy = (lse - torch.where(p_part == 0, 0.0, p_part * means[0]).sum(0)).masked_fill(~local.counted, 0.0)
         ctx.save_for_backward(x, weight, local.column, None, None, lse, entropy, selected, *memory)
         ctx.is_local, ctx.part, ctx.call = local.is_local, part, call
         ctx.set_materialize_grads(False)
@@ -102,9 +102,9 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     """`liger_fused_linear_scaled_cross_entropy` with the vocabulary split over a process group.
 
     input: [n_rows, hidden], the same on every rank; weight: [vocab, hidden], this rank's part; target: [n_rows],
-    indices of the whole vocabulary; tp_group: a ProcessGroup, or None if this rank has it whole.
-    tiles_per_reduce is ignored. Returns nll [n_rows] in fp32, or (nll, entropy), the same on every rank. The input's
-    gradient is summed over the ranks; every rank must run backward.
+    indices in the whole vocabulary; tp_group: a ProcessGroup, or None if this rank has the whole vocabulary.
+    tiles_per_reduce is ignored. Returns nll [n_rows] in fp32, with return_entropy (nll, entropy), the same on every
+    rank. The input's gradient is summed over the ranks; every rank must run backward.
     Raises `ValueError` for shapes, dtypes, devices or options that do not fit; a target out of range gives nan.
     """
     input, weight, _ = checked_head(_NAME_TP, input, weight)

@@ -13,16 +13,16 @@ from ..losses.cross_entropy_rows import absent
 
 
 def reference_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A head's logits in differentiable torch, rounded to x's dtype; a bias is added after that, in fp32 or fp64."""
+    """A head's logits in differentiable torch, rounded to x's dtype. A bias is added afterwards, in fp32 or fp64."""
     logits = F.linear(x, weight)
     if bias is None:
         return logits
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide) + bias.expand_as(logits).to(wide)  # its gradient: the sum of rounded rows, as nn.Linear's
+    return logits.to(wide) + bias.expand_as(logits).to(wide)  # dbias sums rounded rows of dlogits, as in nn.Linear
 
 
 def unrounded_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A head's logits in plain differentiable torch, in fp32 or fp64. Their gradient is rounded to x's dtype."""
+    """A head's logits in differentiable torch, in fp32 or fp64. Their gradient is rounded to x's dtype."""
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = F.linear(x.to(wide), weight.to(wide))
     if logits.requires_grad and x.dtype != wide:
@@ -37,7 +37,7 @@ def reference_gradients(
     bias: torch.Tensor | None,
     needs: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`HeadGradients.results` in plain torch. dlogits: all logits' gradient, which is rounded to x's dtype, or None."""
+    """`HeadGradients.results` in plain torch. dlogits: [n_rows, vocab], rounded here to x's dtype, or None."""
     dx, dweight, dbias = needs
     rounded = dlogits if dlogits is None else dlogits.to(x.dtype)
     return (
@@ -51,12 +51,12 @@ def fake_gradients(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needs: Sequence[bool]
 ) -> tuple[torch.Tensor, ...]:
     """Uninitialised `HeadGradients.results`, for an operator's fake."""
-    likes = x, weight, weight[:, 0] if bias is None else bias
-    return tuple(like.new_empty(like.shape) if w else absent(x) for like, w in zip(likes, needs))
+    inputs = x, weight, weight[:, 0] if bias is None else bias
+    return tuple(t.new_empty(t.shape) if is_needed else absent(x) for t, is_needed in zip(inputs, needs))
 
 
 def random_head(sizes, dtype, device, generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n_rows, hidden] and weight [vocab, hidden] whose logits are of unit variance; leaves with gradients."""
+    """x [n_rows, hidden] and weight [vocab, hidden], which require gradients and whose logits have unit variance."""
     n_rows, hidden, vocab = sizes
     draw = normal(torch.float32, device, generator)
     x, weight = draw(n_rows, hidden).detach(), draw(vocab, hidden).detach() * hidden**-0.5
@@ -66,9 +66,9 @@ def random_head(sizes, dtype, device, generator) -> tuple[torch.Tensor, torch.Te
 def sample_head(
     sizes, dtype, device, generator, *, passes: tuple[int, int], ignored=0.1, biased=False, frozen=False, **options: Any
 ) -> Sample:
-    """A `Sample` (x, weight, target, bias or None) for a loss with targets; a share `ignored` of them is -100.
+    """A `Sample` (x, weight, target, bias or None) for a loss with targets; the fraction `ignored` of them is -100.
 
-    passes: reads and writes of x and of the weight; frozen: the weight has no gradient
+    passes: how often x and the weight are read or written; frozen: the weight has no gradient
     """
     n_rows, hidden, vocab = sizes
     x, weight = random_head(sizes, dtype, device, generator)

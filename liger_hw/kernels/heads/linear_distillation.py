@@ -1,12 +1,12 @@
 """A student's linear head distilled from a teacher's head, or from given probabilities, chunk by chunk.
 
-    soft: the sum over the rows that count of a distance (distill_rows.py) between student's and teacher's logits
-    hard: the sum over the same rows of the cross entropy with the labels, optional
-    loss = soft_weight * soft + hard_weight * hard, both divided by the number of rows that count for a mean
+    soft: the sum of a divergence (distill_rows.py) of student's and teacher's logits, over rows that are not ignored
+    hard: the sum of the cross entropy with the labels over the same rows; optional
+    loss = soft_weight * soft + hard_weight * hard; for a mean, both sums are divided by the number of these rows
 
 Shared by fused_linear_jsd, fused_linear_kl_div and the distillation losses of chunked_loss/. The forward computes the
 needed gradients of the student's input, weight and bias; backward multiplies them by the incoming gradient, as in
-cross_entropy.py. The teacher gets none.
+cross_entropy.py. The teacher gets no gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DistillationCall(NamedTuple):
     """The operators' numbers, in the order of their schema.
 
     with_hard: compute the hard loss; wide: the weight's gradient is accumulated in fp32
-    per_row: sums over rows are divided by the number of rows that count times this; 0: they stay sums
+    per_row: sums over rows are divided by per_row times the number of rows that are not ignored; 0: they stay sums
     """
 
     options: Distillation
@@ -48,15 +48,12 @@ class DistillationCall(NamedTuple):
     needs: Needs = Needs()
 
     def scales_in_backward(self, dtype: torch.dtype) -> bool:
-        """Whether backward, not the forward, divides by the mean's denominator: fp16 gradients would underflow."""
+        """Whether backward divides by the mean's denominator: fp16 gradients divided in the forward would underflow."""
         return dtype is torch.float16 and self.per_row != 0 and any(self.needs)
 
 
 def linear_distillation_reference(x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int):
-    """The specification in plain torch, of a soft loss alone.
-
-    teacher: hidden states, with logits that are not rounded; without teacher_weight: probabilities
-    """
+    """The soft loss in plain torch. teacher: hidden states, or probabilities if teacher_weight is None."""
     if teacher_weight is None:
         logits = reference_logits(x, weight), teacher.detach()
     else:
@@ -68,7 +65,7 @@ def linear_distillation_reference(x, weight, teacher, teacher_weight, labels, op
 def linear_distillation_operator(
     op: str, tunable: Tunable, scale: int = 1, prefer_large: bool = False, fp32_logits: bool = False
 ) -> Any:
-    """The operator `<op>_fwd` -> (soft, hard, dinput, dweight, dbias, the share if backward divides).
+    """The operator `<op>_fwd` -> (soft, hard, dinput, dweight, dbias, the factor of `label_share` if backward divides).
 
     scale, prefer_large: see `plan_chunks`; prefer_large is ignored with an fp32 weight gradient
     fp32_logits: logits are not rounded to the heads' dtype; for two heads without biases
@@ -77,7 +74,7 @@ def linear_distillation_operator(
     @torch.no_grad()
     def fwd(x, weight, bias, teacher, teacher_weight, teacher_bias, labels, call: DistillationCall):
         (n_rows, hidden), vocab, itemsize, options = x.shape, weight.shape[0], x.dtype.itemsize, call.options
-        gradients, scale_in_backward, second = any(call.needs), call.scales_in_backward(x.dtype), None
+        gradients, scale_in_backward, second_head = any(call.needs), call.scales_in_backward(x.dtype), None
         chunks = plan_chunks(
             *(n_rows, hidden, vocab, itemsize),
             gradients=gradients,
@@ -87,7 +84,7 @@ def linear_distillation_operator(
             prefer_large=prefer_large and gradients and not call.wide,
         )
         if teacher_weight is not None:
-            second = teacher, teacher_weight
+            second_head = teacher, teacher_weight
             if fp32_logits and call.needs.dweight and teacher.dtype == weight.dtype:
                 chunks = borrow_gradient_memory(chunks, hidden, vocab)
         elif teacher.stride(-1) != 1:
@@ -101,13 +98,14 @@ def linear_distillation_operator(
         grads = HeadGradients(x, weight, call.needs, chunks, labels if options.hard_weight else None)
         plan = tunable.plan(x.device, tunable.key(vocab, itemsize))
         if fp32_logits:
-            parts = sweep_in_fp32(chunks, x, weight, second, grads)
+            parts = sweep_in_fp32(chunks, x, weight, second_head, grads)
         else:  # the gradient is written over the logits
-            parts = ((start, s, t, s) for start, s, t in sweep(chunks, x, weight, grads, second=second))
-        for start, logits, other, dlogits in parts:
-            of_teacher = teacher[start : start + logits.shape[0]] if other is None else other
+            parts = ((start, s, t, s) for start, s, t in sweep(chunks, x, weight, grads, second=second_head))
+        for start, logits, teacher_logits, dlogits in parts:
+            if teacher_logits is None:
+                teacher_logits = teacher[start : start + logits.shape[0]]
             distill_rows(
-                *(plan, logits, of_teacher, labels, share, options, rows),
+                *(plan, logits, teacher_logits, labels, share, options, rows),
                 dlogits=dlogits if gradients else None,
                 student_bias=bias,
                 teacher_bias=teacher_bias,
@@ -125,8 +123,9 @@ def linear_distillation_operator(
         if fp32_logits:
             logits = unrounded_logits(x, weight), unrounded_logits(teacher, teacher_weight)
         else:
-            of_teacher = teacher if teacher_weight is None else reference_logits(teacher, teacher_weight, teacher_bias)
-            logits = reference_logits(x, weight, bias), of_teacher
+            if teacher_weight is not None:
+                teacher = reference_logits(teacher, teacher_weight, teacher_bias)
+            logits = reference_logits(x, weight, bias), teacher
         soft, hard = distill_reference(*logits, labels, options)
         share = share_reference(x, labels, call.per_row, options.ignore_index, soft.dtype)
         scale_in_backward, dlogits = call.scales_in_backward(x.dtype), None
@@ -139,7 +138,8 @@ def linear_distillation_operator(
 
     def misfit(x, weight, bias, teacher, teacher_weight, *_) -> str:
         if teacher_weight is None and teacher.shape[1] != weight.shape[0]:
-            return f"teacher must be [{x.shape[0]}, {weight.shape[0]}] without a weight, got {list(teacher.shape)}"
+            expected = f"[{x.shape[0]}, {weight.shape[0]}]"
+            return f"teacher must be {expected} if teacher_weight is None, got {list(teacher.shape)}"
         return ""
 
     return define(
@@ -181,7 +181,7 @@ class LinearDistillationFunction(Function):
 def linear_distillation(
     op: str, operator, x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int, accum_dtype
 ) -> torch.Tensor:
-    """Check the arguments of a public function with a soft loss alone, and run it."""
+    """Check the arguments of a public function that has only a soft loss, and run it."""
     if teacher_weight is None:
         check_tensors(op, student_input=x, student_weight=weight, target=teacher)
     x, weight, _ = checked_head(op, x, weight, names=STUDENT)
@@ -207,7 +207,7 @@ TEACHER = "teacher_input", "teacher_weight", "teacher_bias"
 def checked_teacher(
     op: str, teacher, teacher_weight, teacher_bias, x: torch.Tensor, weight: torch.Tensor, rows: str = "n_rows"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The teacher's head, without gradients; raises unless it fits the student's x and weight."""
+    """`checked_head` of the teacher, without gradients; raises unless it fits the student's x and weight."""
     with torch.no_grad():
         head = checked_head(op, teacher, teacher_weight, teacher_bias, TEACHER, rows)
     got, expected = (head[0].shape[0], head[1].shape[0]), (x.shape[0], weight.shape[0])

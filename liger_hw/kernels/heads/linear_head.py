@@ -49,24 +49,24 @@ from ...registry import backend_of, is_capturing_or_tracing
 from ...runtime.operator import autocast_dtype, cdiv, check, check_tensors, graph_is_kept, to_flatten
 from ..losses.cross_entropy_rows import absent
 from ..losses.loss_gradient import scale_gradient
-from .head_targets import TargetEntries, most_frequent
+from .head_targets import TargetEntries, max_frequent
 
 MIN_ROWS = 1024
 MAX_ROWS = 4096
 MAX_ROWS_DIVERGENCE = 8192
 DEFAULT_MIB = 1024
 STEP = 256
-"""Rows. Chunks have a multiple of it."""
+"""Every chunk but the last has a multiple of this number of rows."""
 MAX_PLAIN_CHUNKS = 2
 MAX_CHUNKS = 4
 MAX_CHUNKS_WITH_TARGETS = 8
 MIN_SPLIT_VOCAB = 1024
-"""`gemm_columns` does not split smaller vocabularies: many rows would have their target in the rest (see `dx_of`)."""
+"""`gemm_columns` does not split smaller vocabularies: many targets would be unaligned columns (see `dx_of`)."""
 MIN_PART = 256
-"""Fewest rows of fp32 logits in one GEMM: one of fewer rows is bound by reading the weight."""
+"""Fewest rows of fp32 logits in one GEMM: with fewer, reading the weight takes most of the time."""
 _FP32_SLICE = 4096
 """Rows converted to fp32 at a time where torch has no 16-bit GEMM with an fp32 result."""
-MAX_SHARE = 31 / 32
+MAX_COUNTED_SHARE = 31 / 32
 """Ignored rows are left out only if at most this share of the rows remains: gathering rows takes time."""
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def checked_head(
 
 
 def _misfit(x: torch.Tensor, weight: torch.Tensor, dims: int, names: tuple[str, ...]) -> str:
-    """The likely mistake and its remedy; "" where that is not clear."""
+    """The likely mistake and its remedy; "" if no mistake is likely."""
     if x.dim() == 2 and weight.dim() == max(3, dims) and x.shape[1] == weight.shape[-1]:
         return f": {names[0]} and {names[1]} are swapped"
     if x.dim() == 3 and dims == 2 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]:
@@ -130,8 +130,8 @@ def sums_in_fp32(op: str, accum_dtype: torch.dtype | None, weight: torch.Tensor)
 class CountedRows:
     """The number of `labels` (any shape) that are not ignore_index, counted on the device and copied to the host.
 
-    labels: a tensor, or a tuple of tensors one of which the loss will take: the largest count is used. The loss may
-    ignore more rows than these labels do (shifted labels, for example). If it ignores fewer, the device raises.
+    labels: a tensor, or a tuple of tensors of which the loss takes one; the largest count is used. The loss may ignore
+    more rows than these labels do (shifted labels, for example). If it ignores fewer, a device-side assertion fails.
     """
 
     def __init__(self, labels: Any, ignore_index: int = -100) -> None:
@@ -149,8 +149,8 @@ class CountedRows:
         self._arrived.record()
 
     def most(self) -> int | None:
-        """The count, after waiting for its copy and the work queued before it; None in torch.compile, in a graph
-        capture, or if nothing was counted."""
+        """The count, after waiting for its copy and all work queued before the copy; None in torch.compile, in a graph
+        capture, or for fake tensors."""
         if self._count is None or is_capturing_or_tracing():
             return None
         if self._arrived is not None:
@@ -159,11 +159,11 @@ class CountedRows:
         return int(self._count)
 
 
-def among_all(rows: torch.Tensor | None, order: torch.Tensor | None, n_rows: int, left_out: int = 0) -> Any:
-    """Results [k, ...] of the rows `order` (None: all) as [n_rows, ...]; the other rows are `left_out`."""
+def scatter_rows(rows: torch.Tensor | None, order: torch.Tensor | None, n_rows: int, fill: int = 0) -> Any:
+    """A tensor [n_rows, ...] with rows [k, ...] at the indices `order`, and `fill` elsewhere. Order None: rows."""
     if rows is None or order is None:
         return rows
-    return rows.new_full((n_rows, *rows.shape[1:]), left_out).index_copy_(0, order, rows)
+    return rows.new_full((n_rows, *rows.shape[1:]), fill).index_copy_(0, order, rows)
 
 
 def remaining_rows(
@@ -171,8 +171,8 @@ def remaining_rows(
 ) -> torch.Tensor | None:
     """Sorted indices of the rows that are not ignored, or None for all rows.
 
-    compact: True counts now, which waits for the device; a `CountedRows` from earlier in the step does not. All rows
-    are taken where too few are ignored, in a graph capture or torch.compile, and for a count of another ignore_index.
+    compact: True counts now and waits for the device; a `CountedRows` from earlier in the step avoids the wait. None
+    where too few rows are ignored, in a graph capture or torch.compile, and for a count of another ignore_index.
     """
     if not isinstance(compact, (bool, CountedRows)):
         check(False, op, f"compact must be a bool or a CountedRows, got {type(compact).__name__}")
@@ -180,13 +180,13 @@ def remaining_rows(
         return None
     counted = CountedRows(target, ignore_index) if compact is True else compact
     most = counted.most() if counted.ignore_index == ignore_index else None
-    if most is None or most > MAX_SHARE * target.shape[0]:
+    if most is None or most > MAX_COUNTED_SHARE * target.shape[0]:
         return None
     ignored = target == ignore_index
     order = torch.argsort(ignored.to(torch.uint8), stable=True)  # rows that are not ignored come first, in order
     if compact is not True:
         fits = (target.shape[0] - ignored.sum()) <= most
-        private.assert_async(fits, f"{op}: more rows count than the CountedRows in compact; count these labels")
+        private.assert_async(fits, f"{op}: fewer rows are ignored than in the labels that compact has counted")
     return order[:most]
 
 
@@ -224,37 +224,37 @@ def plan_chunks(
     heads: int = 1,
     prefer_large: bool = False,
 ) -> Chunks:
-    """Chunks of any rows; the rules are at the top of this file.
+    """The chunks of n_rows rows; the rules are at the top of this file.
 
     itemsize: bytes of an element of x and weight; heads: how many heads' logits exist at a time
-    with_targets: whether `HeadGradients` is given the rows' targets; scale: multiplies the memory budget
+    with_targets: whether `HeadGradients` gets the rows' targets; scale: multiplies the memory budget
     prefer_large: larger chunks if no budget is set, for divergences
     """
     row_bytes = vocab * itemsize * heads
-    gradient = vocab * hidden * (4 if wide else itemsize) if gradients else 0
-    sums = 0
-    if with_targets and gradients and itemsize == 2 and not wide:  # what the rows of frequent targets take
-        row_bytes += most_frequent(n_rows, vocab) * itemsize
-        sums = most_frequent(n_rows, vocab) * hidden * 4
+    gradient_bytes = vocab * hidden * (4 if wide else itemsize) if gradients else 0
+    is_rounded = gradients and itemsize == 2 and not wide  # the weight gradient, once a chunk
+    sums_bytes = 0
+    if with_targets and is_rounded:  # memory for the frequent targets (`head_targets.py`)
+        row_bytes += max_frequent(n_rows, vocab) * itemsize
+        sums_bytes = max_frequent(n_rows, vocab) * hidden * 4
     smallest = 2 * MIN_ROWS if wide else MIN_ROWS
     budget = env.LIGER_HW_LOSS_MEMORY_MIB
     if budget is None:
-        share = gradient if prefer_large and heads == 1 else gradient // 3
-        room = max((scale * DEFAULT_MIB << 20) - gradient - sums, 0 if wide else share)
+        share = gradient_bytes if prefer_large and heads == 1 else gradient_bytes // 3
+        room = max((scale * DEFAULT_MIB << 20) - gradient_bytes - sums_bytes, 0 if wide else share)
         # rows whose logits are no larger than the gradient of x
-        free = n_rows * hidden // (vocab * scale * heads) if gradients else 0
-        largest = scale * max(smallest, MAX_ROWS_DIVERGENCE if prefer_large else MAX_ROWS, free)
+        free_rows = n_rows * hidden // (vocab * scale * heads) if gradients else 0
+        largest = scale * max(smallest, MAX_ROWS_DIVERGENCE if prefer_large else MAX_ROWS, free_rows)
         rows = min(room // row_bytes, largest)
     else:
-        dx = n_rows * hidden * itemsize if gradients else 0
-        rows = ((scale * budget << 20) - gradient - sums - dx) // row_bytes
-    rounds = gradients and itemsize == 2 and not wide
-    most = (MAX_CHUNKS_WITH_TARGETS if with_targets else MAX_CHUNKS) if rounds else n_rows
-    return _at_most(most, n_rows, max(smallest, rows), row_bytes, vocab * hidden, wide, STEP)
+        dx_bytes = n_rows * hidden * itemsize if gradients else 0
+        rows = ((scale * budget << 20) - gradient_bytes - sums_bytes - dx_bytes) // row_bytes
+    max_chunks = (MAX_CHUNKS_WITH_TARGETS if with_targets else MAX_CHUNKS) if is_rounded else n_rows
+    return _limit_chunks(max_chunks, n_rows, max(smallest, rows), row_bytes, vocab * hidden, wide, STEP)
 
 
 def plan_groups(n_rows: int, group: int, hidden: int, vocab: int, itemsize: int, gradients: bool) -> Chunks:
-    """Chunks of whole groups of `group` rows, or of any rows where one group is too large.
+    """Chunks of whole groups of `group` rows. Chunks may split groups only where one group is too large.
 
     A chunk's logits take at most DEFAULT_MIB, or what LIGER_HW_LOSS_MEMORY_MIB leaves beside the gradients. Precision
     is handled as in `plan_chunks` with targets.
@@ -264,21 +264,21 @@ def plan_groups(n_rows: int, group: int, hidden: int, vocab: int, itemsize: int,
     if env.LIGER_HW_LOSS_MEMORY_MIB is not None:
         chunks = plan_chunks(n_rows, hidden, vocab, itemsize, gradients=gradients, with_targets=True)
         limit = max(1, chunks.rows)
-    most = MAX_CHUNKS_WITH_TARGETS if gradients and itemsize == 2 else n_rows
+    max_chunks = MAX_CHUNKS_WITH_TARGETS if gradients and itemsize == 2 else n_rows
     step = group if 1 < group <= limit else STEP
-    return _at_most(most, n_rows, limit, row_bytes, vocab * hidden, False, step)
+    return _limit_chunks(max_chunks, n_rows, limit, row_bytes, vocab * hidden, False, step)
 
 
 def plan_shared(n_rows: int, hidden: int, itemsize: int, *, wide: bool, world: int = 1) -> Chunks:
-    """Chunks of any rows for a head whose vocabulary is split between `world` ranks, each a multiple of `world` rows.
+    """Chunks of multiples of `world` rows, for a head whose vocabulary is split between `world` ranks.
 
-    All ranks must choose the same chunks without knowing the other ranks' column counts. So a chunk has `hidden` rows
-    or MIN_ROWS if more, and its logits are as large as the rank's weight gradient for any number of columns.
+    All ranks must choose the same chunks, but do not know how many columns the other ranks have. So a chunk has
+    max(hidden, MIN_ROWS) rows: with `hidden` rows the logits of any rank are as large as its weight gradient.
     LIGER_HW_LOSS_MEMORY_MIB is not read. Precision is handled as in `plan_chunks` with targets.
     """
-    most = MAX_CHUNKS_WITH_TARGETS if itemsize == 2 and not wide else n_rows
+    max_chunks = MAX_CHUNKS_WITH_TARGETS if itemsize == 2 and not wide else n_rows
     rows = max(2 * MIN_ROWS if wide else MIN_ROWS, hidden // STEP * STEP)
-    chunks = _at_most(most, n_rows, rows, itemsize, hidden, wide, STEP)
+    chunks = _limit_chunks(max_chunks, n_rows, rows, itemsize, hidden, wide, STEP)
     bounds = divide(n_rows // world, max(1, chunks.rows // world), STEP)
     return Chunks(tuple((start * world, stop * world) for start, stop in bounds), chunks.wide)
 
@@ -304,7 +304,7 @@ def padded(columns: int) -> int:
 
 
 def divide(n_rows: int, rows: int, step: int) -> tuple[tuple[int, int], ...]:
-    """(start, stop) of chunks of about equal size, at most `rows`; all but the last are a multiple of `step` rows."""
+    """(start, stop) of chunks of about equal size, at most `rows`; all but the last have a multiple of `step` rows."""
     step = min(step, rows)
     n_steps = cdiv(n_rows, step)
     count = cdiv(n_steps, rows // step)
@@ -312,15 +312,16 @@ def divide(n_rows: int, rows: int, step: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, min(stop, n_rows)) for start, stop in zip((0, *stops), stops))
 
 
-def _at_most(most: int, n_rows: int, rows: int, row_bytes: int, weight: int, wide: bool, step: int) -> Chunks:
-    """Chunks of `rows` rows. If there are more than `most`: larger chunks, or a wide gradient of `weight` elements if
-    that takes less memory."""
-    if len(divide(n_rows, rows, step)) > most:
-        fewer = step * cdiv(cdiv(n_rows, step), most)
-        if (fewer - rows) * row_bytes > 4 * weight:
+def _limit_chunks(
+    max_chunks: int, n_rows: int, rows: int, row_bytes: int, n_weights: int, wide: bool, step: int
+) -> Chunks:
+    """Chunks of `rows` rows. More than max_chunks become larger, or wide if an fp32 gradient takes less memory."""
+    if len(divide(n_rows, rows, step)) > max_chunks:
+        larger = step * cdiv(cdiv(n_rows, step), max_chunks)
+        if (larger - rows) * row_bytes > 4 * n_weights:
             rows, wide = max(rows, 2 * MIN_ROWS), True
         else:
-            rows = fewer
+            rows = larger
     return Chunks(divide(n_rows, rows, step), wide)
 
 
@@ -341,8 +342,8 @@ class HeadGradients:
     dx [n_rows, hidden], zero in rows that no chunk covers; dweight [vocab, hidden], fp32 where the chunks are `wide`;
     dbias [vocab], accumulated in fp32 (fp64 for fp64).
 
-    targets: [rows of the sweep], in its order: the column of each row that is accumulated separately
-    (`head_targets.py`). The sum is right for any column; a column outside the vocabulary is skipped.
+    targets: [rows of the sweep], in its order: for each row the column whose dlogits are accumulated separately
+    (`head_targets.py`). Any column gives the right sum; one outside the vocabulary is skipped.
     plain: the targets' entries are accumulated by torch, without Triton kernels
     """
 
@@ -365,14 +366,13 @@ class HeadGradients:
         self.dweight = allocate(weight.shape, dtype=sum_dtype, device=device) if dweight else None
         bias_dtype = torch.promote_types(weight.dtype, torch.float32)
         self.dbias = torch.zeros(vocab, dtype=bias_dtype, device=device) if dbias else None
-        rounds = dweight and sum_dtype.itemsize == 2 and len(chunks.bounds) > MAX_PLAIN_CHUNKS
-        self._entries = TargetEntries(targets, vocab, hidden, plain) if rounds and targets is not None else None
+        is_rounded = dweight and sum_dtype.itemsize == 2 and len(chunks.bounds) > MAX_PLAIN_CHUNKS
+        self._entries = TargetEntries(targets, vocab, hidden, plain) if is_rounded and targets is not None else None
 
     def add(
         self, dlogits: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rows: slice | torch.Tensor, start: int
     ) -> None:
-        """Add the share of a chunk with these dlogits and x. start: its first row in the sweep; rows: its rows of the
-        input."""
+        """Add the products of one chunk. start: the chunk's first row in the sweep; rows: its rows of the input."""
         if self.dx is not None:
             self.add_dx(dlogits, weight, rows, start)
         if self.dbias is not None:
@@ -398,7 +398,7 @@ class HeadGradients:
             self._entries.restore(self.dweight, x, order, scratch)
 
     def results(self, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dx, dweight, dbias) in the dtypes of x, weight and bias, as an operator returns them. Empty: not needed."""
+        """(dx, dweight, dbias) in the dtypes of x, weight and bias. Gradients that are not needed are empty tensors."""
         return (
             absent(self._like) if self.dx is None else self.dx,
             absent(self._like) if self.dweight is None else self.dweight.to(self.dtype),
@@ -411,7 +411,7 @@ def scale_gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """The backward of a fused loss: `scale_gradient` of each saved gradient, None where not needed."""
     kept = graph_is_kept()
-    nan = float("nan")  # inf times terms of both signs sums to nan, but inf times their saved sum would be inf
+    nan = float("nan")  # for inf: inf * (a - b) may be inf, but the exact gradient, inf * a - inf * b, is nan
     grad_output = torch.nan_to_num(grad_output, nan=nan, posinf=nan, neginf=nan)
     return tuple(scale_gradient(g, grad_output, stats, kept) if w else None for g, w in zip(grads, needs))
 
@@ -430,14 +430,14 @@ def sweep(
     scan: Callable[[int, torch.Tensor], None] | None = None,
     tile: int = 0,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-    """Yields (start, logits, second logits or None) of one chunk after the other; see the top of this file.
+    """Yields (start, logits, second logits or None) for one chunk after the other; see the top of this file.
 
-    logits [stop - start, vocab] are x[start:stop] @ weight^T, rounded to x's dtype, in a buffer whose rows are padded
-    (row kernels take `uses_padding=True`). After the body their gradient, which it left there, is added to `grads`.
+    logits [stop - start, vocab] are x[start:stop] @ weight^T, rounded to x's dtype, in a buffer with padded rows (row
+    kernels take `uses_padding=True`). The body replaces them by their gradient, which is then added to `grads`.
 
-    scan: is called with (first row, logits) of each half of a chunk, before the body. It can send data to other ranks
-    that travels during the second half's product, or while the body works on the first half.
-    tile: rows of every product (`tile_logits`), at least as many as a chunk has; 0: as many as the chunk
+    scan: called with (first row, logits) of each half of a chunk, before the body. What it sends to other ranks travels
+    during the second half's product, or while the body works on the first half.
+    tile: rows of every product (`tile_logits`), at least the rows of a chunk; 0: the chunk's rows
     """
     x, weight = x.detach(), weight.detach()
     buffer = logits_buffer(max(chunks.rows, tile), weight.shape[0], x)
@@ -471,43 +471,43 @@ def sweep_in_fp32(
     second: tuple[torch.Tensor, torch.Tensor],
     grads: HeadGradients,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """`sweep` for two heads with fp32 logits: yields (start, logits, second logits, dlogits) of parts of chunks.
+    """`sweep` for two heads with fp32 logits: yields (start, logits, second logits, dlogits) for parts of chunks.
 
-    The body writes the gradient of a part's logits into dlogits, of x's dtype. After the last part of a chunk it is
-    added to `grads`. The memory is the same as `sweep` takes for 16-bit heads: half is for the chunk's dlogits, half
-    for the fp32 logits of a part, which is a quarter of the chunk or MIN_PART rows. The first of `borrowed` chunks has
-    larger parts, in the memory of the weight's gradient.
+    The body writes the gradient of a part's logits into dlogits, in x's dtype. After the last part of a chunk, the
+    chunk's dlogits are added to `grads`. For 16-bit heads this takes the memory of `sweep`: half for the chunk's
+    dlogits, half for the fp32 logits of a part (a quarter of the chunk, or MIN_PART rows if more). With
+    `chunks.borrowed`, the first chunk's parts are larger and lie in the memory of the weight's gradient.
     """
     x, weight, x2, weight2 = (t.detach() for t in (x, weight, *second))
     vocab, itemsize = weight.shape[0], x.dtype.itemsize
     stride = padded(vocab)
-    lent = _fp32_logits_in(grads.dweight, vocab) if chunks.borrowed else None
-    borrows = lent is not None and len(lent[0]) > 0
+    borrowed = _fp32_logits_in(grads.dweight, vocab) if chunks.borrowed else None
+    borrows = borrowed is not None and len(borrowed[0]) > 0
     rows = max((stop - start for start, stop in chunks.bounds[1 if borrows else 0 :]), default=0)
     part = max(rows * itemsize // 8, min(rows, MIN_PART))
     memory = logits_memory(x, max(chunks.rows, rows + part * 8 // itemsize) * stride)
     buffer, fp32_part = logits_in(memory, chunks.rows, vocab), _fp32_logits_in(memory[rows * stride :], vocab)
     for start, stop in chunks.bounds:
-        logits, logits2 = lent if borrows and not start else fp32_part
+        logits, logits2 = borrowed if borrows and not start else fp32_part
         dlogits = buffer[: stop - start]
         for first, last in divide(stop - start, len(logits), STEP):
-            some, n = slice(start + first, start + last), last - first
-            logits_of(x[some], weight, logits[:n])
-            logits_of(x2[some], weight2, logits2[:n])
+            part_rows, n = slice(start + first, start + last), last - first
+            logits_of(x[part_rows], weight, logits[:n])
+            logits_of(x2[part_rows], weight2, logits2[:n])
             yield start + first, logits[:n], logits2[:n], dlogits[first:last]
         grads.add(dlogits, x[start:stop], weight, slice(start, stop), start)
     grads.finish(x, None, buffer)
 
 
 def _halves(rows: int) -> list[slice]:
-    """Two halves of a chunk's rows, or one of a small chunk."""
+    """Two halves of a chunk's rows. A small chunk is not split."""
     half = rows // 2 // STEP * STEP
     return [slice(0, half), slice(half, rows)] if half else [slice(0, rows)]
 
 
 def logits_memory(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Uninitialised memory of the dtype and device of `like`. On a CPU it is zeros: torch's bf16 products with AMX read
-    up to 31 numbers behind a row, where a NaN would make the row's results NaN."""
+    """Uninitialised memory of the dtype and device of `like`; zeros on a CPU, where torch's bf16 products with AMX read
+    up to 31 elements past a row, and a NaN there would make the row's results NaN."""
     return like.new_zeros(shape) if like.device.type == "cpu" else like.new_empty(shape)
 
 
@@ -521,7 +521,7 @@ def logits_in(memory: torch.Tensor, rows: int, vocab: int) -> torch.Tensor:
     stride = padded(vocab)
     buffer = memory.view(-1)[: rows * stride].view(rows, stride)
     if vocab % 16:
-        buffer[:, vocab:] = 0.0  # row kernels read the padding and use none of it
+        buffer[:, vocab:] = 0.0  # row kernels read the padding, but discard it
     return buffer[:, :vocab]
 
 
@@ -537,9 +537,9 @@ def _fp32_logits_in(memory: torch.Tensor, vocab: int) -> tuple[torch.Tensor, tor
 
 
 def gemm_columns(vocab: int, itemsize: int, alignment: int) -> list[slice]:
-    """Columns of a vocabulary that are multiplied at a time: all, or the unaligned rest and then the aligned part.
+    """The columns of each GEMM: the whole vocabulary, or the unaligned last columns and then the aligned part.
 
-    alignment: bytes; the GEMM library's fast kernels need rows of a multiple of it (`Backend.gemm_alignment`)
+    alignment: the GEMM library's fast kernels need rows of a multiple of this many bytes (`Backend.gemm_alignment`)
     """
     aligned = vocab - vocab % max(1, alignment // itemsize)
     if aligned == vocab or vocab < MIN_SPLIT_VOCAB:
@@ -560,14 +560,14 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> No
             add_product(logits[:, columns].t(), weight[columns], x.t(), True)
 
 
-TILE = 1024
-"""Rows of a product in batch-invariant mode."""
+INVARIANT_ROWS = 1024
+"""Rows of every product in batch-invariant mode."""
 
 
 def tile_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
-    """The first rows of logits [tile, vocab] = x @ weight^T, with x [at most tile, hidden] filled up with zero rows.
+    """logits [tile, vocab] = x @ weight^T, where x [at most tile, hidden] is padded to `tile` rows of zeros.
 
-    A GEMM library chooses its kernel, and with it the order of a row's sums, from the sizes and alignment of a product.
+    A GEMM library chooses its kernel, and thus the order in which a row is summed, by a product's sizes and alignment.
     Both are always the same here, so a row's logits do not depend on the other rows.
     """
     rows = x.new_zeros((logits.shape[0], x.shape[1]))
@@ -578,8 +578,8 @@ def tile_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> 
 def dx_of(dlogits: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor, first: bool) -> None:
     """dx = dlogits @ weight if first, else dx += dlogits @ weight.
 
-    The unaligned rest of the columns comes first, since its product is rounded twice. It is small, except in rows whose
-    target is in the rest.
+    The product of the unaligned columns comes first, since it is rounded twice. It is small, except in rows whose
+    target is one of these columns.
     """
     for columns in _columns_of(dlogits):
         add_product(dx, dlogits[:, columns], weight[columns], first)

@@ -2,14 +2,14 @@
 
     c[m, n] = sum over k of a[m, k] * w[k, n]        a int8 [M, K], w in {-1, 0, 1, 2}, c int32 [M, N]
 
-Packing, four weights a byte: with K = 4 P, byte p of a column holds w[p], w[P + p], w[2 P + p] and w[3 P + p], each
-plus one, from the low bits to the high ones. A K that is no multiple of four is filled up with zero bits, which unpack
-to -1.
+Packing, as in transformers: with K = 4 P, byte p of a column holds w[p] + 1, w[P + p] + 1, w[2 P + p] + 1 and
+w[3 P + p] + 1 in two bits each, the lowest bits first. If K is no multiple of four, the last bits are zero, which
+unpack to -1.
 
 The weights are unpacked to int8 and multiplied by the vendor's integer GEMM where torch has one. There is no Triton
 kernel and no gradient, so nothing is in the registry.
 
-Source: Wang et al., "BitNet", https://arxiv.org/abs/2310.11453; the packing is as in transformers
+Source: Wang et al., "BitNet", https://arxiv.org/abs/2310.11453
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ...private import has_integer_matmul, integer_matmul
 from ...runtime.operator import cdiv, check
 
 _PER_BYTE = 4
-_EXACT = 1 << 15
-"""Products of at most 2^8 that fp32 sums exactly."""
+_EXACT_SUM_LENGTH = 1 << 15
+"""How many products of magnitude at most 2^8 fp32 sums exactly."""
 
 
 def pack_weights(intweights: torch.Tensor, bits: int = 2) -> torch.Tensor:
@@ -48,10 +48,8 @@ def _unpacked(packed: torch.Tensor) -> torch.Tensor:
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [M, K] int8 times the weights packed in b [K / 4, N] uint8 -> [M, N] int32, exact.
-
-    Raises `ValueError` for shapes, dtypes or devices that do not fit.
-    """
+    """a [M, K] int8 times the weights packed in b [K / 4, N] uint8 -> [M, N] int32, exact. Raises `ValueError` for
+    shapes, dtypes or devices that do not fit."""
     check(a.dtype is torch.int8 and a.dim() == 2, "matmul", f"a must be int8 [M, K], got {a.dtype} {tuple(a.shape)}")
     check(
         b.dtype is torch.uint8 and b.dim() == 2, "matmul", f"b must be uint8 [K / 4, N], got {b.dtype} {tuple(b.shape)}"
@@ -64,11 +62,12 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.to(torch.int32) @ weights.to(torch.int32)
     if has_integer_matmul(a.device.type) and min(a.shape[1], b.shape[1]) > 0:
         return _by_vendor(a, weights)
-    return sum((x.float() @ w.float()).to(torch.int32) for x, w in zip(a.split(_EXACT, 1), weights.split(_EXACT)))
+    parts = zip(a.split(_EXACT_SUM_LENGTH, 1), weights.split(_EXACT_SUM_LENGTH))
+    return sum((x.float() @ w.float()).to(torch.int32) for x, w in parts)
 
 
 def _by_vendor(a: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The vendor's GEMM on operands padded with zeros: it needs more than 16 rows, and multiples of 8 elsewhere."""
+    """The vendor's GEMM, on operands padded with zeros: it needs more than 16 rows of a, and K and N multiples of 8."""
     rows, columns = a.shape[0], weights.shape[1]
     k = 8 * cdiv(a.shape[1], 8)
     a = torch.nn.functional.pad(a, (0, k - a.shape[1], 0, max(0, 32 - rows)))

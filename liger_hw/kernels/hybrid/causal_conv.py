@@ -1,11 +1,11 @@
-"""Depthwise causal convolution of up to four taps over [batch, tokens, channels]: the core of the family's ops.
+"""Depthwise causal convolution of up to four taps over [batch, tokens, channels], shared by the ops of this folder.
 
     y[t, c] = sum over i < taps of weight[c, taps - 1 - i] * x[t - i, c]
 
 x is zero before the first token of the sequence, or of token t's document (seq_idx [batch, tokens]). A forward kernel
-reads each tile once from memory, and earlier tokens again from cache. A backward kernel goes through BLOCK_R runs of
-BLOCK_L tokens at once, token by token, with the last four tokens of x and of the convolution's gradient in registers:
-each is read once, and the gradient of token t - 3 is complete after token t.
+reads a tile of tokens once for each tap, from cache after the first time. A program of a backward kernel has BLOCK_R
+runs of BLOCK_L tokens and advances in all of them token by token. The last four tokens of x and of dy stay in
+registers: each token is read once, and dx of token t - 3 is complete after token t.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ...registry import LaunchConfig, Tunable, tile_space
 from ...runtime.operator import cdiv
 from ...runtime.triton_import import tl, triton
 
-MOST_TAPS = 4
+MAX_TAPS = 4
 
 
 @triton.jit
 def tap(W_ptr, cols, col_mask, BACK: tl.constexpr, TAPS: tl.constexpr):
-    """The weights of the token `BACK` steps back, [1, BLOCK_D]; zero beyond the last tap."""
+    """The weights for the token `BACK` steps back, [1, BLOCK_D]; zero if there is no such tap."""
     at = cols * TAPS + TAPS - 1 - BACK
     return tl.load(W_ptr + at, mask=col_mask & (BACK < TAPS), other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def token_mask(Idx_ptr, row, t, n_tokens, BACK: tl.constexpr):
-    """Which tokens t have a token `BACK` steps back in their sequence and document. row: of the sequence's first."""
+    """Whether token t - BACK exists and is in token t's document. row: the row of the sequence's first token."""
     mask = (t >= BACK) & (t < n_tokens)
     if Idx_ptr is not None:
         index = tl.load(Idx_ptr + row + t, mask=mask, other=0)
@@ -40,7 +40,7 @@ def token_mask(Idx_ptr, row, t, n_tokens, BACK: tl.constexpr):
 
 @triton.jit
 def document(Idx_ptr, row, t, n_tokens):
-    """The document of each token t, [BLOCK_R, 1]."""
+    """The document index of each token t, [BLOCK_R, 1]."""
     index = tl.zeros_like(t)
     if Idx_ptr is not None:
         index = tl.load(Idx_ptr + row + t, mask=(t >= 0) & (t < n_tokens), other=-1)
@@ -48,24 +48,24 @@ def document(Idx_ptr, row, t, n_tokens):
 
 
 @triton.jit
-def within(x, index, other, Idx_ptr, BACK: tl.constexpr, TAPS: tl.constexpr):
-    """x if both tokens are of one document and the convolution has that tap, else zero, even for an infinite x."""
+def within(x, index, x_index, Idx_ptr, BACK: tl.constexpr, TAPS: tl.constexpr):
+    """x if its document is `index` and the convolution has tap BACK, else zero (even if x is infinite)."""
     if BACK >= TAPS:
         x = tl.zeros_like(x)
     elif Idx_ptr is not None:
-        x = tl.where(index == other, x, 0.0)
+        x = tl.where(index == x_index, x, 0.0)
     return x
 
 
 @triton.jit
 def store_tap_sums(DW_ptr, cols, col_mask, dw, BACK: tl.constexpr, TAPS: tl.constexpr):
-    """Write the sums over tokens of one tap's gradient. dw: [BLOCK_R, BLOCK_D]."""
+    """Store the gradient of the weights for the token BACK steps back, summed over the runs. dw: [BLOCK_R, BLOCK_D]."""
     at = cols * TAPS + TAPS - 1 - BACK
     tl.store(DW_ptr + at, tl.sum(dw, axis=0), mask=col_mask & (BACK < TAPS))
 
 
 def conv_key(n_rows: int, width: int, itemsize: int) -> tuple[int, ...]:
-    """width: columns of a tile. All numbers of rows above 4096 have the same key."""
+    """width: columns of a tile. All n_rows above 4096 have the same key."""
     return width, min((n_rows - 1).bit_length() if n_rows > 1 else 0, 13), itemsize
 
 
@@ -76,7 +76,7 @@ def _fwd_heuristic(target: Any, key: Any) -> LaunchConfig:
 
 
 def _bwd_heuristic(target: Any, key: Any) -> LaunchConfig:
-    """4 channels a thread, since ten sums and tokens a channel stay in registers."""
+    """4 channels a thread: each takes about ten registers for sums and tokens."""
     runs = max(1, min(4, 512 // key[0]))
     length = max(4, min(64, (1 << key[1]) // runs))
     return LaunchConfig({"BLOCK_R": runs, "BLOCK_L": length}, target.warps(runs * key[0], 4, 8))
@@ -103,22 +103,22 @@ def _bwd_space(target: Any, key: Any) -> list[LaunchConfig]:
 
 
 def conv_tunables(op: str, fwd: Any, bwd: Any, dims: tuple[str, ...], key: Any) -> tuple[Tunable, Tunable]:
-    of_fwd = {"heuristic": _fwd_heuristic, "safe": _fwd_safe, "space": _fwd_space}
-    of_bwd = {"heuristic": _bwd_heuristic, "safe": _bwd_safe, "space": _bwd_space}
+    fwd_rules = {"heuristic": _fwd_heuristic, "safe": _fwd_safe, "space": _fwd_space}
+    bwd_rules = {"heuristic": _bwd_heuristic, "safe": _bwd_safe, "space": _bwd_space}
     return (
-        Tunable(op, "fwd", kernels=(fwd,), key=key, dims=dims, **of_fwd),
-        Tunable(op, "bwd", kernels=(bwd,), key=key, dims=dims, **of_bwd),
+        Tunable(op, "fwd", kernels=(fwd,), key=key, dims=dims, **fwd_rules),
+        Tunable(op, "bwd", kernels=(bwd,), key=key, dims=dims, **bwd_rules),
     )
 
 
 def blocks_of(plan: Any, n_tokens: int) -> int:
-    """The blocks of tokens in a sequence, of a forward or backward plan."""
+    """How many programs a sequence has for each tile of channels, with a forward or backward plan."""
     blocks = plan.config.blocks
     return cdiv(n_tokens, blocks["BLOCK_T"] if "BLOCK_T" in blocks else blocks["BLOCK_R"] * blocks["BLOCK_L"])
 
 
 def _earlier(x: torch.Tensor, back: int, seq_idx: torch.Tensor | None) -> torch.Tensor:
-    """x[t - back] at each token t in its document, else zero."""
+    """At each token t x[t - back], or zero if that is outside t's document."""
     x = torch.nn.functional.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
     if seq_idx is None or not back:
         return x
@@ -137,4 +137,4 @@ def causal_conv_reference(x: torch.Tensor, weight: torch.Tensor, seq_idx: torch.
 def taps_misfit(weight: torch.Tensor) -> str:
     """Why a weight [channels, taps] is invalid, or ""."""
     taps = weight.shape[-1]
-    return "" if 1 <= taps <= MOST_TAPS else f"weight must have 1 to {MOST_TAPS} taps, got {taps}"
+    return "" if 1 <= taps <= MAX_TAPS else f"weight must have 1 to {MAX_TAPS} taps, got {taps}"

@@ -1,10 +1,10 @@
 """The inputs of the gated delta rule's scan: convolution, SiLU, split into heads, L2 norm, gates (Qwen3-Next, Qwen3.5).
 
-    q, k, v = split(silu(conv(qkv)));  q and k of each head / sqrt(sum of squares + eps)
+    q, k, v = split(silu(conv(qkv)));  each head of q and k is then divided by sqrt(its sum of squares + eps)
     beta = sigmoid(b);  g = -exp(A_log) * softplus(a + dt_bias)
 
-conv is causal_conv.py's. Arithmetic is fp32, rounded once. Saved for backward: the inputs. Call the scan of
-flash-linear-attention with use_qk_l2norm_in_kernel=False.
+conv is defined in causal_conv.py. Arithmetic is fp32, rounded once. Saved for backward: the inputs. The scan of
+flash-linear-attention must then be called with use_qk_l2norm_in_kernel=False.
 
 Source: Yang et al., "Gated Delta Networks", https://arxiv.org/abs/2412.06464
 """
@@ -36,7 +36,7 @@ from .short_conv import documents
 
 
 class Heads(NamedTuple):
-    """How qkv is split into heads, and the norm's epsilon."""
+    """The heads of q and k in qkv, and the norm's epsilon."""
 
     n_k_heads: int
     k_dim: int
@@ -65,7 +65,7 @@ def gated_delta_inputs_reference(qkv, weight, b, a, A_log, dt_bias, n_k_heads, k
 
 @triton.jit
 def _head(head, n_k_heads, n_v_heads, k_dim, v_dim, BLOCK_D: tl.constexpr):
-    """(first channel in qkv, first column in a row of q, k or v, width of that row, column mask) of a head."""
+    """(first channel in qkv, first column in a row of q, k or v, width of this row, column mask) of a head."""
     is_v = head >= 2 * n_k_heads
     dim = tl.where(is_v, v_dim, k_dim)
     first = tl.where(is_v, 2 * n_k_heads * k_dim + (head - 2 * n_k_heads) * v_dim, head * k_dim)
@@ -75,7 +75,7 @@ def _head(head, n_k_heads, n_v_heads, k_dim, v_dim, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _of_head(head, n_k_heads, Q_ptr, K_ptr, V_ptr):
-    """The pointer of the tensor that holds a head."""
+    """The pointer of q, k or v, whichever has the head."""
     return tl.where(head < n_k_heads, Q_ptr, tl.where(head < 2 * n_k_heads, K_ptr, V_ptr))
 
 
@@ -121,7 +121,7 @@ def _gated_delta_inputs_fwd_kernel(
 
 @triton.jit
 def _token(X_ptr, Idx_ptr, row, t, n_tokens, n_cols, cols, col_mask):
-    """(x in the stored dtype, the document) of each token t; zeros outside the sequence."""
+    """(x in its stored dtype, the document index) of each token t; x is zero outside the sequence."""
     mask = ((t >= 0) & (t < n_tokens))[:, None] & col_mask[None, :]
     x = tl.load(X_ptr + (row + t)[:, None] * n_cols + cols[None, :], mask=mask, other=0.0)
     return x, document(Idx_ptr, row, t, n_tokens)
@@ -165,7 +165,7 @@ def _gated_delta_inputs_bwd_kernel(
     x1, x2, x3 = x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     mask = (start < n_tokens)[:, None] & col_mask[None, :]
     dy_next = tl.load(DY_ptr + (row + start)[:, None] * width, mask=mask, other=0.0)
-    # these initial values reach no store; equal ones would make constants of d2 and d3 in Triton 3.6 and 3.7
+    # these values never reach a store; with equal ones Triton 3.6 and 3.7 would treat d2 and d3 as constants
     d1, d2, d3 = x1, x2, x3
     dw0 = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
     dw1, dw2, dw3 = dw0, dw0, dw0
@@ -184,7 +184,7 @@ def _gated_delta_inputs_bwd_kernel(
             rstd = tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None]
             y *= rstd
             dy = rstd * (dy - y * tl.sum(dy * y, axis=1)[:, None])
-        # zero past the end: dy is NaN there if eps=0
+        # past the end dy is NaN if eps=0
         d0 = tl.where((t < n_tokens)[:, None], dy * sigmoid * (1.0 + z * (1.0 - sigmoid)), 0.0)
         counted = tl.where(step < BLOCK_L, d0, 0.0)
         dw0, dw1, dw2, dw3 = dw0 + counted * x0, dw1 + counted * x1_, dw2 + counted * x2_, dw3 + counted * x3_
@@ -280,7 +280,7 @@ def _gates_heuristic(target, key):
 
 
 def _gates_tunable(variant, kernel):
-    """No search space: the gates are a hundredth of the bytes that the convolution reads."""
+    """No search space: the gates have a hundredth of the convolution's bytes."""
     return Tunable(
         "gated_delta_inputs",
         variant,
@@ -359,19 +359,19 @@ def _fwd_reference(qkv, weight, b, a, A_log, dt_bias, seq_idx, heads):
 
 
 def _misfit(qkv, weight, b, a, A_log, dt_bias, seq_idx, heads):
-    if heads.n_k_heads < 1 or not 1 <= heads.k_dim <= WIDEST:
-        return f"n_k_heads and k_dim must be positive, k_dim at most {WIDEST}, got {heads.n_k_heads} and {heads.k_dim}"
+    if heads.n_k_heads < 1 or not 1 <= heads.k_dim <= MAX_HEAD_DIM:
+        return f"n_k_heads must be positive and k_dim 1 to {MAX_HEAD_DIM}, got {heads.n_k_heads} and {heads.k_dim}"
     rest, n_v_heads = qkv.shape[-1] - 2 * heads.n_k_heads * heads.k_dim, A_log.shape[0]
-    if n_v_heads < 1 or rest < 1 or rest % n_v_heads or rest > WIDEST * n_v_heads:
+    if n_v_heads < 1 or rest < 1 or rest % n_v_heads or rest > MAX_HEAD_DIM * n_v_heads:
         return (
-            f"qkv must have 2 * n_k_heads * k_dim channels and equally many for each of A_log's {n_v_heads} heads,"
-            f" at most {WIDEST}, got {qkv.shape[-1]} with n_k_heads={heads.n_k_heads}, k_dim={heads.k_dim}"
+            f"qkv must have 2 * n_k_heads * k_dim channels, and 1 to {MAX_HEAD_DIM} more for each of A_log's"
+            f" {n_v_heads} heads, got {qkv.shape[-1]} with n_k_heads={heads.n_k_heads}, k_dim={heads.k_dim}"
         )
     return taps_misfit(weight)
 
 
-WIDEST = 512
-"""The most dimensions of a head, which one program holds for the norm."""
+MAX_HEAD_DIM = 512
+"""One program holds all dimensions of a head, for the norm."""
 _TENSORS = "Tensor qkv, Tensor weight, Tensor b, Tensor a, Tensor A_log, Tensor dt_bias, Tensor? seq_idx"
 _SHAPES = (
     "qkv [batch, tokens, n]; weight [n, taps]; b, a [batch, tokens, heads]; A_log, dt_bias [heads]; "
@@ -414,11 +414,11 @@ def liger_gated_delta_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(q, k, v, beta, g) for the scan of the gated delta rule, which must not normalise q and k again.
 
-    qkv: [batch, n_tokens, channels], the projected queries and keys, n_k_heads heads of k_dim each, and values,
-    n_v_heads heads; weight: [channels, taps], a causal depthwise Conv1d's weight.squeeze(1), at most four taps
+    qkv: [batch, n_tokens, channels]: n_k_heads heads of queries, as many of keys, each of k_dim, n_v_heads of values
+    weight: [channels, taps], the weight.squeeze(1) of a causal depthwise Conv1d, at most four taps
     b, a: [batch, n_tokens, n_v_heads]; A_log, dt_bias: [n_v_heads]. All fp32, fp16 or bf16 (fp64 too on the CPU).
-    seq_idx: [batch, n_tokens], int64 or int32, each token's document, which bounds its convolution; None: one a row
-    eps: added to the sum of squares of q and k; with 0, zeros such as padding give NaN
+    seq_idx: [batch, n_tokens] int64 or int32, each token's document; the convolution does not cross documents. None:
+    each row is one document. eps: added to the sums of squares of q and k; with eps=0, zeros (padding) give NaN
     Returns q, k [batch, n_tokens, n_k_heads, k_dim], v [batch, n_tokens, n_v_heads, v_dim] in qkv's dtype, beta in b's
     and g in fp32. Raises `ValueError` for shapes, dtypes or devices that do not fit. https://arxiv.org/abs/2412.06464
     """

@@ -1,6 +1,6 @@
-"""LFM2's gated short convolution: y = C * conv(B * x), with (B, C, x) the thirds of one projection.
+"""LFM2's gated short convolution: y = C * conv(B * x), where (B, C, x) are the thirds of one projection, bcx.
 
-conv is causal_conv.py's. Sums are fp32, rounded once. Saved for backward: bcx and the weight.
+conv is defined in causal_conv.py. Sums are fp32, rounded once. Saved for backward: bcx and the weight.
 
 Source: Liquid AI, "LFM2 Technical Report", https://arxiv.org/abs/2511.23404
 """
@@ -67,7 +67,7 @@ def _short_conv_fwd_kernel(
 
 @triton.jit
 def _token(BCX_ptr, Idx_ptr, row, t, n_tokens, n_cols, cols):
-    """(B and x in the stored dtype, the document) of each token t; zeros outside the sequence."""
+    """(B and x in their stored dtype, the document index) of each token t; B and x are zero outside the sequence."""
     at = BCX_ptr + (row + t)[:, None] * (3 * n_cols) + cols[None, :]
     mask = ((t >= 0) & (t < n_tokens))[:, None] & (cols < n_cols)[None, :]
     b, x = tl.load(at, mask=mask, other=0.0), tl.load(at + 2 * n_cols, mask=mask, other=0.0)
@@ -76,7 +76,7 @@ def _token(BCX_ptr, Idx_ptr, row, t, n_tokens, n_cols, cols):
 
 @triton.jit
 def _product(BCX_ptr, Idx_ptr, row, t, n_tokens, n_cols, cols):
-    """(B * x, the document) of each token t."""
+    """(B * x, the document index) of each token t."""
     b, x, index = _token(BCX_ptr, Idx_ptr, row, t, n_tokens, n_cols, cols)
     return b.to(tl.float32) * x.to(tl.float32), index
 
@@ -108,7 +108,7 @@ def _short_conv_bwd_kernel(
     u1, i1 = _product(BCX_ptr, Idx_ptr, row, first - 1, n_tokens, n_cols, cols)
     u2, i2 = _product(BCX_ptr, Idx_ptr, row, first - 2, n_tokens, n_cols, cols)
     u3, i3 = _product(BCX_ptr, Idx_ptr, row, first - 3, n_tokens, n_cols, cols)
-    # these initial values reach no store; equal ones would make constants of d2 and d3 in Triton 3.6 and 3.7
+    # these values never reach a store; with equal ones Triton 3.6 and 3.7 would treat d2 and d3 as constants
     d1, d2, d3 = u1, u2, u3
     dw0 = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
     dw1, dw2, dw3 = dw0, dw0, dw0
@@ -126,7 +126,7 @@ def _short_conv_bwd_kernel(
         u1_, u2_ = within(u1, i0, i1, Idx_ptr, 1, TAPS), within(u2, i0, i2, Idx_ptr, 2, TAPS)
         u3_ = within(u3, i0, i3, Idx_ptr, 3, TAPS)
         dc = dy * (w0 * u0 + w1 * u1_ + w2 * u2_ + w3 * u3_)
-        is_counted = step < BLOCK_L  # masks products, not factors: the next run's tokens may be infinite
+        is_counted = step < BLOCK_L  # masks products, not factors: later tokens may be infinite, and 0 * inf is NaN
         at = DBCX_ptr + (row + t)[:, None] * (3 * n_cols) + n_cols + cols[None, :]
         tl.store(at, dc.to(DBCX_ptr.dtype.element_ty), mask=(t < n_tokens)[:, None] & col_mask[None, :] & is_counted)
         d0 = dy * c.to(tl.float32)
@@ -208,9 +208,9 @@ def liger_short_conv(bcx: torch.Tensor, weight: torch.Tensor, seq_idx: torch.Ten
     """C * conv(B * x) for (B, C, x) = bcx.chunk(3, -1), with a causal depthwise convolution, as in LFM2.
 
     bcx: [batch, n_tokens, 3 * n_cols]; weight: [n_cols, taps], a Conv1d's weight.squeeze(1), with at most four taps;
-    fp32, fp16 or bf16 (fp64 too on the CPU). seq_idx: [batch, n_tokens], int64 or int32, each token's document, which
-    bounds its convolution; None: one a row. Returns [batch, n_tokens, n_cols] in bcx's dtype. Raises `ValueError` for
-    shapes, dtypes or devices that do not fit.
+    fp32, fp16 or bf16 (fp64 too on the CPU). seq_idx: [batch, n_tokens] int64 or int32, each token's document; the
+    convolution does not cross documents. None: each row is one document. Returns [batch, n_tokens, n_cols] in bcx's
+    dtype. Raises `ValueError` for shapes, dtypes or devices that do not fit.
     """
     return ShortConvFunction.apply(bcx, weight, seq_idx)
 

@@ -1,13 +1,13 @@
-"""Mixture of experts: every token goes through a few of many gated MLPs, and the weighted results are added up.
+"""Mixture of experts: every token goes through a few of many gated MLPs, and their weighted results are summed.
 
-    z = x[t] @ gate_up_proj[e]^T + gate_up_bias[e]          for each of a token's top_k experts e, with weight w
-    out[t] = sum over them of w * (gate(z) @ down_proj[e]^T + down_bias[e])
+    z = x[t] @ gate_up_proj[e]^T + gate_up_bias[e]          for each of token t's top_k experts e, with weight w
+    out[t] = sum over these e of w * (gate(z) @ down_proj[e]^T + down_bias[e])
 
 The gate is `reference.Gate`. Sums are fp32, and z, gate(z) and the experts' results are rounded to x's dtype.
 
-The T * K slots are sorted by expert (`routing.py`). The first product gathers rows of x (`products.py`), a kernel over
-rows applies the gate (`gates.py`), the second product writes a row for each slot, and the rows of a token are added in
-the order of its choices (`sums.py`). No host synchronisation, no atomics: results are the same from run to run.
+The T * K slots (token, choice) are sorted by expert (`routing.py`). The first product gathers rows of x
+(`products.py`), a kernel over rows applies the gate (`gates.py`), the second product writes a row for each slot, and a
+token's rows are added in the order of its choices (`sums.py`). No host synchronisation, no atomics: reproducible.
 Saved for backward: the inputs, the routing and z. Backward, with da = dout[t] @ down_proj[e]:
 
     dz = w * da * gate'(z)        dw = da . gate(z) + dout[t] . down_bias[e]
@@ -15,7 +15,7 @@ Saved for backward: the inputs, the routing and z. Backward, with da = dout[t] @
     dx[t] = sum over its slots of dz @ gate_up_proj[e]
 
 Source: Gale et al., "MegaBlocks", https://arxiv.org/abs/2211.15841; Guo et al., "SonicMoE",
-https://arxiv.org/abs/2512.14080 (the gradient of w from da, so that no expert's result is saved).
+https://arxiv.org/abs/2512.14080 (computes dw from da, so that the experts' results are not saved).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ...runtime.operator import (
     row_major,
 )
 from . import gates, products, routing, sums
-from .reference import Gate, How, check_index, experts_reference
+from .reference import ExpertOptions, Gate, check_index, experts_reference
 from .routing import Routing
 
 
@@ -57,80 +57,80 @@ def fused_moe_reference(
 ) -> torch.Tensor:
     """The specification in plain torch, expert by expert.
 
-    rounded: a dtype to which the pre-activations are rounded. A wide reference of a narrow computation needs it if a
-        limit makes the gradient jump, since rounding may move a number to the other side of the limit.
+    rounded: a dtype to which the pre-activations are rounded, or None. A wide reference of a narrow computation needs
+        it if there is a limit, at which the gradient jumps: rounding may move a number to the other side.
     """
     gate = Gate.checked("fused_moe_reference", **options)
     tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
-    return experts_reference(*tensors, How(gate, is_transposed), rounded)[0]
+    return experts_reference(*tensors, ExpertOptions(gate, is_transposed), rounded)[0]
 
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _key(x, down_proj, top_k_index, how: How) -> registry.Key:
-    inner = down_proj.shape[1 if how.is_transposed else 2]
+def _key(x, down_proj, top_k_index, options: ExpertOptions) -> registry.Key:
+    inner = down_proj.shape[1 if options.is_transposed else 2]
     return products.product_key(*x.shape, inner, down_proj.shape[0], top_k_index.shape[1], x.itemsize)
 
 
-def _fwd(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how):
-    if x.dtype is torch.float64:  # in the interpreter, which would add the bits of a float64 product to an fp32 sum
+def _fwd(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, options):
+    if x.dtype is torch.float64:  # only in the interpreter, whose tl.dot would add bits of float64 to an fp32 sum
         raise NotImplementedError(
             "fused_moe: its kernels do not multiply float64; use float32 or float16, or a process without "
             "LIGER_HW_INTERPRET=1 and TRITON_INTERPRET=1"
         )
     x, top_k_index, top_k_weights = row_major(x), top_k_index.contiguous(), top_k_weights.contiguous()
-    n_experts, axis = down_proj.shape[0], 1 if how.is_transposed else 2
+    n_experts, axis = down_proj.shape[0], 1 if options.is_transposed else 2
     check_index(top_k_index, n_experts)
-    where = routing.route(top_k_index, n_experts)
+    routes = routing.route(top_k_index, n_experts)
     if not top_k_index.numel():
-        return torch.zeros_like(x), x.new_empty((0, gate_up_proj.shape[3 - axis])), *where
-    key = _key(x, down_proj, top_k_index, how)
-    z = products.rows_product(products.UP, key, x, gate_up_proj, axis, True, where)
-    act = gates.gated(z, dense(gate_up_bias), None, top_k_index, how.gate, where, n_experts)
-    y = products.rows_product(products.DOWN, key, act, down_proj, axis, False, where)
+        return torch.zeros_like(x), x.new_empty((0, gate_up_proj.shape[3 - axis])), *routes
+    key = _key(x, down_proj, top_k_index, options)
+    z = products.rows_product(products.UP, key, x, gate_up_proj, axis, True, routes)
+    act = gates.gated(z, dense(gate_up_bias), None, top_k_index, options.gate, routes, n_experts)
+    y = products.rows_product(products.DOWN, key, act, down_proj, axis, False, routes)
     del act
-    return sums.combine(y, top_k_weights, dense(down_bias), top_k_index, where), z, *where
+    return sums.combine(y, top_k_weights, dense(down_bias), top_k_index, routes), z, *routes
 
 
 def _bwd(
     dout, x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, z,
-    order, token, row, offsets, largest, needed, how,
+    order, token, row, offsets, largest, needed, options,
 ):  # fmt: skip
-    """At most three tensors of M rows live at a time beside z; cheap ones are computed again."""
+    """Beside z, at most three tensors of T * K rows exist at a time; cheap ones are recomputed."""
     if not top_k_index.numel():
         tensors = x, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias
         return tuple([t.new_zeros(t.shape) if is_needed else no_weight(x) for t, is_needed in zip(tensors, needed)])
     dout, x = row_major(dout), row_major(x)
     top_k_index, top_k_weights = top_k_index.contiguous(), top_k_weights.contiguous()
-    where, key = Routing(order, token, row, offsets, largest), _key(x, down_proj, top_k_index, how)
-    gating = top_k_index, how.gate, where, down_proj.shape[0]
-    axis = 2 if how.is_transposed else 1
-    wants_x, wants_up, wants_down, wants_weights, wants_up_bias, wants_down_bias = needed
+    routes, key = Routing(order, token, row, offsets, largest), _key(x, down_proj, top_k_index, options)
+    gating = top_k_index, options.gate, routes, down_proj.shape[0]
+    axis = 2 if options.is_transposed else 1
+    needs_x, needs_up, needs_down, needs_weights, needs_up_bias, needs_down_bias = needed
     dx = dup = ddown = dweights = dup_bias = ddown_bias = None
-    if wants_x or wants_up or wants_weights or wants_up_bias:
-        da = products.rows_product(products.DOWN_BWD, key, dout, down_proj, axis, True, where)
+    if needs_x or needs_up or needs_weights or needs_up_bias:
+        da = products.rows_product(products.DOWN_BWD, key, dout, down_proj, axis, True, routes)
         dz, by_weights = gates.gated_bwd(da, z, top_k_weights, dout, dense(down_bias), *gating)
         del da
-        if wants_weights:
+        if needs_weights:
             dweights = by_weights
-        if wants_up_bias:
-            dup_bias = sums.bias_gradient(dz, None, top_k_index, where)
-        if wants_up:  # [E, 2 I, H], the rows of x gathered; transposed [E, H, 2 I]
-            p, q, gathered = (x, dz, (True, False)) if how.is_transposed else (dz, x, (False, True))
-            dup = products.weights_product(products.UP_WEIGHTS, key, p, q, gathered, where)
+        if needs_up_bias:
+            dup_bias = sums.bias_gradient(dz, None, top_k_index, routes)
+        if needs_up:  # [E, 2 I, H], or transposed [E, H, 2 I]; the rows of x are gathered
+            p, q, gathered = (x, dz, (True, False)) if options.is_transposed else (dz, x, (False, True))
+            dup = products.weights_product(products.UP_WEIGHTS, key, p, q, gathered, routes)
             del p, q
-        if wants_x:
-            rows = products.rows_product(products.UP_BWD, key, dz, gate_up_proj, axis, False, where)
-            dx = sums.combine(rows, None, None, top_k_index, where)
+        if needs_x:
+            rows = products.rows_product(products.UP_BWD, key, dz, gate_up_proj, axis, False, routes)
+            dx = sums.combine(rows, None, None, top_k_index, routes)
             del rows
         del dz
-    if wants_down_bias:
-        ddown_bias = sums.bias_gradient(dout, top_k_weights, top_k_index, where)
-    if wants_down:  # [E, H, I], the rows of dout gathered; transposed [E, I, H]
+    if needs_down_bias:
+        ddown_bias = sums.bias_gradient(dout, top_k_weights, top_k_index, routes)
+    if needs_down:  # [E, H, I], or transposed [E, I, H]; the rows of dout are gathered
         act = gates.gated(z, None, top_k_weights, *gating)
-        p, q, gathered = (act, dout, (False, True)) if how.is_transposed else (dout, act, (True, False))
-        ddown = products.weights_product(products.DOWN_WEIGHTS, key, p, q, gathered, where)
+        p, q, gathered = (act, dout, (False, True)) if options.is_transposed else (dout, act, (True, False))
+        ddown = products.weights_product(products.DOWN_WEIGHTS, key, p, q, gathered, routes)
     gradients = dx, dup, ddown, dweights, dup_bias, ddown_bias
     return tuple([no_weight(x) if gradient is None else gradient for gradient in gradients])
 
@@ -145,22 +145,22 @@ _SHAPES = (
 )
 
 
-def _fwd_fake(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how):
+def _fwd_fake(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, options):
     n_rows, n_experts = top_k_index.shape[0] * top_k_index.shape[1], down_proj.shape[0]
-    z = x.new_empty((n_rows, gate_up_proj.shape[2 if how.is_transposed else 1]))
+    z = x.new_empty((n_rows, gate_up_proj.shape[2 if options.is_transposed else 1]))
     numbers = [x.new_empty(n, dtype=torch.int32) for n in (n_rows, n_rows, n_rows, n_experts + 1, n_experts)]
     return x.new_empty(x.shape), z, *numbers
 
 
 def _misfit(
-    x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, how, z=None, offsets=None
+    x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias, options, z=None, offsets=None
 ) -> str:
-    experts, hidden, inner = down_proj.shape[0], x.shape[1], down_proj.shape[1 if how.is_transposed else 2]
+    experts, hidden, inner = down_proj.shape[0], x.shape[1], down_proj.shape[1 if options.is_transposed else 2]
     if not experts:
         return f"down_proj must have at least one expert, got {tuple(down_proj.shape)}"
-    columns = 2 * inner if how.gate.has_gate else inner
+    columns = 2 * inner if options.gate.has_gate else inner
     down, up = (hidden, inner), (columns, hidden)
-    if how.is_transposed:
+    if options.is_transposed:
         down, up = down[::-1], up[::-1]
     shapes = {
         "down_proj": (down_proj, (experts, *down)),
@@ -185,7 +185,7 @@ class FusedMoEFunction(OperatorFunction):
         launcher=_fwd,
         reference=experts_reference,
         fake=_fwd_fake,
-        numbers=How,
+        numbers=ExpertOptions,
         recorded=False,
     )
     bwd = define(
@@ -198,7 +198,7 @@ class FusedMoEFunction(OperatorFunction):
         launcher=_bwd,
         derivative_of=fwd,
         reference=lambda dout, *args: experts_reference(*args[:7], args[-1], rounded=args[7].dtype),
-        numbers=How,
+        numbers=ExpertOptions,
         recorded=False,
     )
 
@@ -224,18 +224,18 @@ def liger_fused_moe(
 
     x: [T, H] in fp32, fp16 or bf16 (fp64 too on the CPU); weights and biases have the same dtype, or any under
         autocast, which casts all of them to its dtype
-    gate_up_proj: [E, 2 I, H], or [E, H, 2 I] if is_transposed; I instead of 2 I without a gate
+    gate_up_proj: [E, 2 I, H], or [E, H, 2 I] if is_transposed; I in place of 2 I if has_gate is False
     down_proj: [E, H, I], or [E, I, H] if is_transposed
-    top_k_index: [T, K] int32 or int64, the experts of each token, also with repeats. An index outside [0, E), such as a
-        sentinel of expert parallelism, contributes zero; with LIGER_HW_CHECK_TARGETS=1 one below 0 or above E raises
-        `IndexError`.
+    top_k_index: [T, K] int32 or int64, each token's experts; repeats are allowed. An index outside [0, E), such as a
+        sentinel of expert parallelism, contributes zero. With LIGER_HW_CHECK_TARGETS=1 an index below 0 or above E
+        raises `IndexError`.
     top_k_weights: [T, K] in any floating dtype
     activation: silu, gelu (exact), gelu_tanh, relu or relu2 (squared)
-    gate_up_bias: [E, 2 I] (ungated [E, I]) or None; down_bias: [E, H] or None
-    alpha: silu is g * sigmoid(alpha * g), alpha not 0; limit: clamps g to at most it and u to [-limit, limit] first;
-        up_offset: the result is act(g) * (u + up_offset); 0 without a gate. gpt-oss has alpha=1.702, limit=7.0,
-        up_offset=1.0.
-    has_gate: False for act(x @ up_proj), with up_proj in the place of gate_up_proj
+    gate_up_bias: [E, 2 I] ([E, I] if has_gate is False) or None; down_bias: [E, H] or None
+    alpha: silu is g * sigmoid(alpha * g), alpha not 0; limit: g is first clamped to at most limit, u to [-limit,
+        limit]; up_offset: the gate is act(g) * (u + up_offset), up_offset 0 if has_gate is False. gpt-oss has
+        alpha=1.702, limit=7.0, up_offset=1.0.
+    has_gate: False: the gate is act(g), g = x @ gate_up_proj[e]^T
     is_concatenated: g is the first half of the 2 I columns and u the second; False: they alternate, g first
 
     Returns [T, H] in x's dtype. Differentiable in x, both weights, both biases and top_k_weights. Raises `ValueError`
@@ -245,20 +245,20 @@ def liger_fused_moe(
     check_flags(op, has_gate=has_gate, is_transposed=is_transposed, is_concatenated=is_concatenated)
     gate = Gate.checked(op, activation, alpha, limit, up_offset, has_gate, is_concatenated)
     check_tensors(op, x=x, gate_up_proj=gate_up_proj, down_proj=down_proj)
-    own_dtype, dtype = x.dtype, autocast_dtype(x.device.type)
+    out_dtype, dtype = x.dtype, autocast_dtype(x.device.type)
     if dtype is not None and torch.float64 not in (x.dtype, down_proj.dtype):
         x, gate_up_proj, down_proj = x.to(dtype), gate_up_proj.to(dtype), down_proj.to(dtype)
         gate_up_bias, down_bias = (b if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
-    return FusedMoEFunction.apply(*tensors, How(gate, bool(is_transposed))).to(own_dtype)
+    return FusedMoEFunction.apply(*tensors, ExpertOptions(gate, bool(is_transposed))).to(out_dtype)
 
 
 class LigerExperts(torch.nn.Module):
-    """The experts of Mixtral, Qwen3-MoE and similar models in transformers 5, with the parameters of those modules.
+    """The experts of Mixtral, Qwen3-MoE and similar models in transformers 5, with the same parameters.
 
-    config: needs hidden_size; num_experts, num_local_experts or n_routed_experts; moe_intermediate_size or
-    intermediate_size; and hidden_act, silu or swish. Raises `ValueError` for another hidden_act and without a number of
-    experts.
+    config: has hidden_size; num_experts, num_local_experts or n_routed_experts; moe_intermediate_size or
+    intermediate_size; and hidden_act, silu or swish. Raises `ValueError` for another hidden_act, or if config has no
+    number of experts.
     """
 
     def __init__(self, config) -> None:
@@ -268,7 +268,7 @@ class LigerExperts(torch.nn.Module):
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         numbers = [getattr(config, name) for name in names if hasattr(config, name)]
         if not numbers:
-            raise ValueError(f"LigerExperts: config must have {', '.join(names[:-1])} or {names[-1]}, got neither")
+            raise ValueError(f"LigerExperts: config must have {', '.join(names[:-1])} or {names[-1]}, but has none")
         self.num_experts = numbers[0]
         self.hidden_dim = config.hidden_size
         self.intermediate_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
@@ -293,13 +293,13 @@ WORKLOADS = {
     "deepseek_v3_quarter": (16384, 7168, 2048, 64, 8),
     "mixtral_8x7b": (16384, 4096, 14336, 8, 2),
 }
-"""Sizes (n_tokens, hidden, inner, n_experts, top_k) of real models; a quarter of DeepSeek-V3's experts."""
+"""Sizes (n_tokens, hidden, inner, n_experts, top_k) of real models; of DeepSeek-V3 with a quarter of its experts."""
 
 
 def sample(sizes, dtype, device, generator, *, biased=False, sentinels=False, **options) -> Sample:
     n_tokens, hidden, inner, n_experts, top_k = sizes
     n_z = 2 * inner if options.get("has_gate", True) else inner
-    jumps = bool(options.get("limit"))
+    has_limit = bool(options.get("limit"))
 
     def random(*shape: int, scale: float = 1.0, few_bits: bool = False) -> torch.Tensor:
         weight = torch.randn(shape, generator=generator, dtype=torch.float32, device=device) * scale
@@ -318,15 +318,15 @@ def sample(sizes, dtype, device, generator, *, biased=False, sentinels=False, **
     if biased:
         options |= {"gate_up_bias": random(n_experts, n_z), "down_bias": random(n_experts, hidden)}
     products = n_tokens * top_k * (3 * hidden + 6 * inner) + 2 * n_experts * hidden * (inner + n_z)
-    # The gradient jumps at a limit. fp32 sums of numbers of few bits are exact, so all round to the same side of it.
-    x, up = random(n_tokens, hidden, few_bits=jumps), weight(n_z, hidden, few_bits=jumps)
+    # The gradient jumps at a limit. With few bits fp32 sums are exact: z is on the same side in every implementation.
+    x, up = random(n_tokens, hidden, few_bits=has_limit), weight(n_z, hidden, few_bits=has_limit)
     return Sample(
         args=(x, up, weight(hidden, inner), index, weights),
         kwargs=options,
         reduction=max(hidden, inner) + top_k,
         grad_reduction=max(hidden, inner, n_tokens * top_k),
         moved=products * dtype.itemsize,
-        exact={"rounded": dtype} if jumps else {},
+        exact={"rounded": dtype} if has_limit else {},
     )
 
 

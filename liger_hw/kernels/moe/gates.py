@@ -1,10 +1,10 @@
 """The gate of fused_moe, which runs between its two matrix products, and the gate's backward.
 
-    gate       adds the bias to the pre-activations z = (g, u) of a row, in place; act = act(g) * (u + up_offset)
-    gate_bwd   dz from da, and the gradient of the row's routing weight, da . act
+    gate       adds the bias to the pre-activations z = (g, u) of a row, in place; a = act(g) * (u + up_offset)
+    gate_bwd   dz from da, and the gradient of the row's routing weight, da . a
 
-Arithmetic is fp32, rounded once. Rows without an expert are only written in z, with zeros, because the operator returns
-z. The gradient of their routing weight is 0.
+Arithmetic is fp32, rounded once. For rows without an expert only z is written, with zeros, because the operator returns
+z, and the gradient of their routing weight, 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _gated(
     UP_OFFSET: tl.constexpr,
     HAS_GATE: tl.constexpr,
 ):
-    """(act(gate) * (up + UP_OFFSET), its derivatives by gate and up) in fp32; the compiler drops unused results."""
+    """(act(gate) * (up + UP_OFFSET), its derivatives by gate and by up) in fp32. The compiler drops unused results."""
     by_gate = tl.full(gate.shape, 1.0, tl.float32)
     by_up = by_gate
     if LIMIT > 0.0:
@@ -71,7 +71,7 @@ def _biased(Z_ptr, Bias_ptr, cols, mask):
 def _pre_activations(
     Z_ptr, Bias_ptr, start, inner, HAS_GATE: tl.constexpr, CONCATENATED: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """(g, u) of BLOCK_SIZE columns of a row, in fp32; without a gate both are g."""
+    """(g, u) of BLOCK_SIZE columns of a row, in fp32; without HAS_GATE both are g."""
     cols = start + tl.arange(0, BLOCK_SIZE)
     if HAS_GATE and not CONCATENATED:
         wide = 2 * start + tl.arange(0, 2 * BLOCK_SIZE)
@@ -104,8 +104,8 @@ def _fused_moe_gate_kernel(
 ):
     """Z[row] += Bias[expert], then Act[row] = the gate of Z[row].
 
-    Backward passes Weights_ptr: Act is multiplied by the slot's weight. Forward passes None: the rows of Z without an
-    expert become zeros.
+    Weights_ptr: in backward the slots' weights, factors of Act; in forward None, and rows of Z without an expert become
+    zeros.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(Order_ptr + row)
@@ -154,7 +154,7 @@ def _fused_moe_gate_bwd_kernel(
     CONCATENATED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """DZ[row] from DA[row] and Z[row]; DWeights[slot] = DA[row] . act (+ DOut[token] . Bias[expert] if not None)."""
+    """DZ[row] from DA[row] and Z[row]; DWeights[slot] = DA[row] . Act[row] (+ DOut[token] . Bias[expert])."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(Order_ptr + row)
     expert = tl.load(Index_ptr + slot).to(tl.int64)
@@ -216,35 +216,34 @@ def _space(target: Target, key: Key) -> list[LaunchConfig]:
     return tile_space(target, tiles, (1, 2, 4, 8), per_thread=(4, 16))
 
 
-_FREE = "num_stages", "BLOCK_SIZE", "num_warps"
-GATE = moe_tunable("gate", _fused_moe_gate_kernel, _key, _gate_heuristic, _space, *_FREE)
+_NEUTRAL = "num_stages", "BLOCK_SIZE", "num_warps"
+GATE = moe_tunable("gate", _fused_moe_gate_kernel, _key, _gate_heuristic, _space, *_NEUTRAL)
 GATE_BWD = moe_tunable("gate_bwd", _fused_moe_gate_bwd_kernel, _key, _heuristic, _space, "num_stages")
 TUNABLES = (GATE, GATE_BWD)
 
 
-def gated(z, bias, weights, top_k_index, gate: Gate, where: Routing, n_experts: int) -> torch.Tensor:
-    """[M, inner]: the gate of z [M, 2 inner], to which the bias [E, 2 inner] is added in place.
+def gated(z, bias, weights, top_k_index, gate: Gate, routes: Routing, n_experts: int) -> torch.Tensor:
+    """[T * K, inner]: the gate of z [T * K, 2 inner], after the bias [E, 2 inner] is added to z in place.
 
-    weights: in backward [T, K], factors of the result; in forward None, and the rows of z without an expert become
-    zeros.
+    weights: in backward [T, K], factors of the result; in forward None, and rows of z without an expert become zeros
     """
     (n_rows, n_z), (n_tokens, top_k) = z.shape, top_k_index.shape
     inner = n_z // 2 if gate.has_gate else n_z
     act = torch.empty((n_rows, inner), dtype=z.dtype, device=z.device)
     plan = GATE.plan(z.device, _key(n_tokens, 0, inner, 0, top_k, z.itemsize))
     grid = n_rows, cdiv(inner, plan.config.blocks["BLOCK_SIZE"])
-    args = (z, bias, weights, top_k_index, where.order, act, n_experts, inner)
+    args = (z, bias, weights, top_k_index, routes.order, act, n_experts, inner)
     launch(plan, _fused_moe_gate_kernel, grid, args, tuple(gate))
     return act
 
 
 def gated_bwd(
-    da, z, weights, dout, down_bias, top_k_index, gate: Gate, where: Routing, n_experts: int
+    da, z, weights, dout, down_bias, top_k_index, gate: Gate, routes: Routing, n_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dz, the gradient of the weights [T, K]) from da [M, inner]; dout [T, H] is only read for down_bias [E, H]."""
+    """(dz, gradient of weights [T, K]) from da [T * K, inner]; dout [T, H] is only read for down_bias [E, H]."""
     (n_tokens, top_k), inner = weights.shape, da.shape[1]
     dz, dweights = torch.empty_like(z), torch.empty_like(weights)
     plan = GATE_BWD.plan(z.device, _key(n_tokens, 0, inner, 0, top_k, z.itemsize))
-    args = (da, z, weights, dout, down_bias, top_k_index, where.order, dz, dweights, dout.stride(0), n_experts)
+    args = (da, z, weights, dout, down_bias, top_k_index, routes.order, dz, dweights, dout.stride(0), n_experts)
     launch(plan, _fused_moe_gate_bwd_kernel, (z.shape[0],), (*args, inner, dout.shape[1], top_k), tuple(gate))
     return dz, dweights

@@ -1,15 +1,15 @@
 """Grouped products of fused_moe: the rows of each expert times its weights, and the gradients of the weights.
 
-    rows      y[row] = a[row] @ weight[expert of row], for rows sorted by expert or gathered (a[token of row])
-    weights   dweight[expert] = p^T @ q over the expert's rows, one of p and q gathered
+    rows      y[row] = a[row] @ weight[expert of row], or a[token of row] @ weight[expert of row] (a is gathered)
+    weights   dweight[expert] = p^T @ q over the expert's rows; p or q may be gathered
 
 A plan's ENGINE is KERNELS, the kernels of this file, or LIBRARY, torch's grouped product. The library takes no indices,
-so gathered rows are copied first. It only runs if it takes the operands as they are, in one launch without a
-synchronisation (`_library_takes`); else the kernels run with the plan's tiles.
+so gathered rows are copied first. It is only used if it needs no further copy, one launch and no synchronisation
+(`_uses_library`); else the kernels run with the plan's tiles.
 
 The kernels work on the tiles of `routing.py`. Weights are addressed by strides, so transposed ones need no copy. A
-tile's rows past the end of its expert repeat the expert's last row and are never stored, so that no row can put a NaN
-into another.
+tile's rows past the end of its expert repeat the expert's last row and are never stored, so that a NaN in another
+expert's row has no effect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .routing import DIMS, Routing
 
 @triton.jit
 def _swizzled(local, n_row_tiles, n_col_tiles, GROUP: tl.constexpr):
-    """(tile of rows, tile of columns) of a program: GROUP tiles of rows share each cached tile of columns."""
+    """(tile of rows, tile of columns) of program `local`; GROUP tiles of rows read each tile of columns from cache."""
     group = local // (GROUP * n_col_tiles)
     size = tl.minimum(n_row_tiles - group * GROUP, GROUP)
     inside = local % (GROUP * n_col_tiles)
@@ -61,7 +61,7 @@ def _rows_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The tile of ROWS rows from first_row on, of an expert whose rows end at `end`."""
+    """Compute the tile of ROWS rows from first_row on, for an expert whose rows end at `end`."""
     rows = first_row + tl.arange(0, ROWS)
     a_rows = tl.minimum(rows, end - 1)
     if GATHERED:
@@ -118,10 +118,10 @@ def _fused_moe_rows_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Y[row] = A[row] @ W[expert], or A[token] if GATHERED; a tile of [BLOCK_M, BLOCK_N] a program.
+    """Y[row] = A[row] @ W[expert], or A[token] @ W[expert] if GATHERED; a program has a tile [BLOCK_M, BLOCK_N].
 
-    An expert's last tile has half the height if its rows fit, as they often do with a few hundred rows an expert.
-    EVEN_N, EVEN_K: the blocks divide the columns and the inner dimension
+    If an expert's last tile has at most BLOCK_M // 2 rows, half a tile is computed.
+    EVEN_N, EVEN_K: BLOCK_N divides n_cols, BLOCK_K divides n_inner
     """
     n_col_tiles = tl.cdiv(n_cols, BLOCK_N)
     expert = tl.load(Expert_ptr + tl.program_id(0) // n_col_tiles)
@@ -149,7 +149,7 @@ def _fused_moe_rows_kernel(
 
 @triton.jit
 def _operand(P_ptr, Token_ptr, rows, cols, in_rows, n_cols, row_stride, GATHERED: tl.constexpr, EVEN: tl.constexpr):
-    """A [BLOCK_K, columns] tile of rows of one expert; zeros past its last row."""
+    """A tile [BLOCK_K, columns] of one expert's rows; zeros past the expert's last row."""
     at = rows
     if GATHERED:
         at = tl.load(Token_ptr + rows, mask=in_rows, other=0)
@@ -183,8 +183,8 @@ def _fused_moe_weights_kernel(
 ):
     """dW[expert] [n_p, n_q] = p^T @ q over the expert's rows, summed in fp32 and rounded once; zeros without rows.
 
-    The largest experts come first, so that no large one starts late. A program computes TILES tiles in one loop over
-    the steps of all of them, so that the loads of the next tile are in flight while one is stored.
+    The largest experts come first, so that none of them starts late. A program computes TILES tiles in one loop over
+    their steps, so that the next tile is loaded while one is stored.
     """
     p_tiles = tl.cdiv(n_p, BLOCK_M)
     q_tiles = tl.cdiv(n_q, BLOCK_N * TILES)
@@ -209,14 +209,14 @@ def _fused_moe_weights_kernel(
     else:
         n_steps = tl.maximum(tl.cdiv(end - begin, BLOCK_K), 1)
         n_tiles = tl.minimum(TILES, tl.cdiv(n_q - first_col, BLOCK_N))
-        for turn in range(0, n_tiles * n_steps):
-            start = begin + turn % n_steps * BLOCK_K
-            q_cols = first_col + turn // n_steps * BLOCK_N + tl.arange(0, BLOCK_N)
+        for step in range(0, n_tiles * n_steps):
+            start = begin + step % n_steps * BLOCK_K
+            q_cols = first_col + step // n_steps * BLOCK_N + tl.arange(0, BLOCK_N)
             rows = start + tl.arange(0, BLOCK_K)
             p = _operand(P_ptr, Token_ptr, rows, p_cols, rows < end, n_p, P_row_stride, P_GATHERED, EVEN_M)
             q = _operand(Q_ptr, Token_ptr, rows, q_cols, rows < end, n_q, Q_row_stride, Q_GATHERED, EVEN_N)
             acc = tl.dot(tl.trans(p), q, acc, input_precision="ieee")
-            if turn % n_steps == n_steps - 1:
+            if step % n_steps == n_steps - 1:
                 mask = (p_cols < n_p)[:, None] & (q_cols < n_q)[None, :]
                 tl.store(out + q_cols[None, :], acc.to(DW_ptr.dtype.element_ty), mask=mask)
                 acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -229,7 +229,7 @@ KERNELS, LIBRARY = 1, 2
 
 
 def product_key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, itemsize: int) -> Key:
-    """(hidden, inner, experts, log2 bucket of the mean number of rows an expert has, bytes an element)."""
+    """(hidden, inner, n_experts, log2 bucket of the mean number of rows of an expert, itemsize)."""
     rows = n_tokens * top_k // max(1, n_experts)
     return hidden, inner, n_experts, (max(1, rows) - 1).bit_length(), itemsize
 
@@ -241,67 +241,67 @@ def _tile(
     return LaunchConfig(blocks, warps, stages)
 
 
-def _shared(config: LaunchConfig, itemsize: int) -> int:
+def _shared_bytes(config: LaunchConfig, itemsize: int) -> int:
     blocks = config.blocks
     return (blocks["BLOCK_M"] + blocks["BLOCK_N"]) * blocks["BLOCK_K"] * itemsize * config.num_stages
 
 
 _LIBRARY_ROWS = {_fused_moe_rows_kernel: 6, _fused_moe_weights_kernel: 7}
-"""log2 bucket of the mean rows an expert from which the library is chosen; below, reading the weights dominates."""
+"""log2 bucket of the mean rows of an expert from which the library is chosen; below, reading weights dominates."""
 _LIBRARY_COLUMNS = {_fused_moe_rows_kernel: 4096, _fused_moe_weights_kernel: 768}
-"""The fewest columns of a product for which the library is chosen: wide products hide its copy of gathered rows.
+"""Fewest columns of a product for which the library is chosen: the copy of gathered rows costs less in wide products.
 Gradients of weights gain more from the library."""
 _SMALL_EXPERT = 1 << 22
 """Elements of a down projection below which an expert is small: its products have few steps."""
 
 
-def _reads_shared(target: Target) -> bool:
+def _multiplies_from_shared(target: Target) -> bool:
     return backend(target.vendor).multiplies_from_shared(target)
 
 
-def _product(variant: str, kernel, columns, meets=None, asks_library: bool = True) -> Tunable:
-    """The tunable of one product; `columns` gives the width of its result from (hidden, inner).
+def _product(variant: str, kernel, columns, library_columns=None, may_use_library: bool = True) -> Tunable:
+    """The tunable of one product. columns: a function (hidden, inner) -> columns of the result.
 
-    meets: the number of columns that decides for the library, from (hidden, inner); default `columns`
-    asks_library: False: the heuristic never chooses the library, since the product has half the work of `up` for the
-    same copy. The tuner tries both
+    library_columns: a function (hidden, inner) -> columns compared with _LIBRARY_COLUMNS; default `columns`
+    may_use_library: False: the heuristic never chooses the library (for a product with half the work of `up`, but the
+    same copy); the tuner tries it
     """
-    of_weights = kernel is _fused_moe_weights_kernel
-    meets = meets or columns
-    single = {"TILES": 1} if of_weights else {}
+    is_weights = kernel is _fused_moe_weights_kernel
+    library_columns = library_columns or columns
+    single = {"TILES": 1} if is_weights else {}
 
-    def is_short(key: Key) -> bool:
-        """Whether a program computes several tiles, because gradients of weights have few steps."""
-        return of_weights and key[3] < _LIBRARY_ROWS[kernel]
+    def has_several_tiles(key: Key) -> bool:
+        """Whether a program may compute several tiles: for gradients of weights with few rows, and so few steps."""
+        return is_weights and key[3] < _LIBRARY_ROWS[kernel]
 
     def engine(target: Target, key: Key) -> int:
-        if not backend(target.vendor).has_grouped_gemm(target) or key[3] < _LIBRARY_ROWS[kernel] or not asks_library:
+        if not backend(target.vendor).has_grouped_gemm(target) or key[3] < _LIBRARY_ROWS[kernel] or not may_use_library:
             return KERNELS
-        return LIBRARY if meets(*key[:2]) >= _LIBRARY_COLUMNS[kernel] else KERNELS
+        return LIBRARY if library_columns(*key[:2]) >= _LIBRARY_COLUMNS[kernel] else KERNELS
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
         """The largest tiles whose stages fit shared memory, no taller than an expert's rows, no wider than the result.
 
-        Tiles below 64 * 128 wait for memory and have the warps of that size. Small experts have few steps: rows take
-        another stage, and gradients of weights half the warps if matrix units read shared memory. On such devices a
-        program of gradients over few rows computes 16 tiles.
+        Tiles below 64 * 128 are bound by memory and have the warps of 64 * 128. Small experts have few steps: rows get
+        one more stage; weights, if matrix units read shared memory, half the warps. On devices where they do, a
+        program of weights over few rows computes 16 tiles.
         """
         if key[4] > 2:
             return _tile(64, 32, 32, target.warps(64 * 32, 16, 8), 2, **single)
         is_small = key[0] * key[1] < _SMALL_EXPERT
-        rows = 128 if of_weights else max(16, min(128, 1 << key[3]))
+        rows = 128 if is_weights else max(16, min(128, 1 << key[3]))
         widest = max(32, next_power_of_2(columns(*key[:2])))
-        if is_short(key) and _reads_shared(target):
+        if has_several_tiles(key) and _multiplies_from_shared(target):
             depth, stages = (64, 3) if key[3] > 5 else (32, 4)
             return _tile(rows, min(128, widest), depth, target.warps(rows * 128, 128, 8), stages, TILES=16)
         for cols, depth, stages in ((256, 64, 4), (256, 64, 3), (128, 64, 3), (128, 64, 2), (128, 32, 2)):
-            if cols == 256 and (of_weights or rows < 128 or (stages == 4 and not is_small)):
+            if cols == 256 and (is_weights or rows < 128 or (stages == 4 and not is_small)):
                 continue
             cols = min(cols, widest)
-            per_thread = 128 if of_weights and is_small and _reads_shared(target) else 64
+            per_thread = 128 if is_weights and is_small and _multiplies_from_shared(target) else 64
             warps = target.warps(max(rows * cols, 64 * 128), per_thread, 8)
             config = _tile(rows, cols, depth, warps, stages, engine(target, key), **single)
-            if _shared(config, key[4]) <= target.shared_memory:
+            if _shared_bytes(config, key[4]) <= target.shared_memory:
                 break
         return config
 
@@ -310,24 +310,24 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
         if backend(target.vendor).has_grouped_gemm(target):
             chosen = heuristic(target, key)
             configs.append(replace(chosen, blocks={**chosen.blocks, "ENGINE": LIBRARY}))
-        lowest = 32 if of_weights else min(64, 1 << key[3])
+        lowest = 32 if is_weights else min(64, 1 << key[3])
         sizes = ((32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (128, 256), (256, 128))
-        several = (single, {"TILES": 16}) if is_short(key) else (single,)
+        several = (single, {"TILES": 16}) if has_several_tiles(key) else (single,)
         knobs = itertools.product(sizes, (32, 64, 128), (4, 8), (2, 3, 4), several)
         for (block_m, block_n), block_k, warps, stages, tiles in knobs:
             config = _tile(block_m, block_n, block_k, warps, stages, **tiles)
             accumulators = block_m * block_n // (warps * target.warp_size)
-            shared = _shared(config, key[4])
-            is_deep = 4 * shared >= target.shared_memory  # enough loads are in flight
-            if block_m >= lowest and shared <= target.shared_memory and is_deep and 32 <= accumulators <= 128:
+            shared = _shared_bytes(config, key[4])
+            hides_latency = 4 * shared >= target.shared_memory  # enough loads are in flight
+            if block_m >= lowest and shared <= target.shared_memory and hides_latency and 32 <= accumulators <= 128:
                 configs.append(config)
         return configs
 
     def valid(config: LaunchConfig, key: Key) -> str | None:
         if config.blocks["ENGINE"] not in (KERNELS, LIBRARY):
             return f"ENGINE must be {KERNELS} or {LIBRARY}"
-        small = [name for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K") if config.blocks[name] < 16]
-        return f"{', '.join(small)} must be at least 16" if small else None
+        too_small = [name for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K") if config.blocks[name] < 16]
+        return f"{', '.join(too_small)} must be at least 16" if too_small else None
 
     return Tunable(
         "fused_moe",
@@ -340,27 +340,27 @@ def _product(variant: str, kernel, columns, meets=None, asks_library: bool = Tru
         space=space,
         neutral=frozenset({"num_stages", "hint", "GROUP"}),
         valid=valid,
-        version=2 if of_weights else 1,
+        version=2 if is_weights else 1,
     )
 
 
 UP = _product("up", _fused_moe_rows_kernel, lambda hidden, inner: 2 * inner)
 DOWN = _product("down", _fused_moe_rows_kernel, lambda hidden, inner: hidden)
-DOWN_BWD = _product("down_bwd", _fused_moe_rows_kernel, lambda hidden, inner: inner, asks_library=False)
+DOWN_BWD = _product("down_bwd", _fused_moe_rows_kernel, lambda hidden, inner: inner, may_use_library=False)
 UP_BWD = _product("up_bwd", _fused_moe_rows_kernel, lambda hidden, inner: hidden)
 DOWN_WEIGHTS = _product("down_weights", _fused_moe_weights_kernel, lambda hidden, inner: inner)
 UP_WEIGHTS = _product(
-    "up_weights", _fused_moe_weights_kernel, lambda hidden, inner: hidden, meets=lambda hidden, inner: 2 * inner
+    "up_weights", _fused_moe_weights_kernel, lambda hidden, inner: hidden, lambda hidden, inner: 2 * inner
 )
 TUNABLES = (UP, DOWN, DOWN_BWD, UP_BWD, DOWN_WEIGHTS, UP_WEIGHTS)
 
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _library_takes(plan: Plan, *operands: torch.Tensor) -> bool:
-    """Whether the plan's engine is the library and it computes this product in one launch: for bf16 and `_is_aligned`.
+def _uses_library(plan: Plan, *operands: torch.Tensor) -> bool:
+    """Whether the plan's engine is the library, and it computes this product in one launch: bf16 and `_is_aligned`.
 
-    The device of the operands may not be the plan's target (ahead of time).
+    When kernels are compiled ahead, the operands may be on another device than the plan's target.
     """
     if plan.config.blocks["ENGINE"] != LIBRARY or not backend(plan.target.vendor).has_grouped_gemm(plan.target):
         return False
@@ -372,8 +372,8 @@ def _is_aligned(t: torch.Tensor) -> bool:
     matrix's number of rows) are multiples of 8 elements."""
     by_row, by_col = t.stride()[-2:]
     outer, length = (by_row, t.shape[-1]) if by_col == 1 else (by_col, t.shape[-2])
-    multiples = (outer, *t.stride()[:-2], *(t.shape[-2:] if t.dim() == 3 else t.shape[1:]))
-    return min(by_row, by_col) == 1 and outer >= length and not any(n % 8 for n in multiples) and not t.data_ptr() % 16
+    in_eights = not any(n % 8 for n in (outer, *t.stride()[:-2], *(t.shape[-2:] if t.dim() == 3 else t.shape[1:])))
+    return min(by_row, by_col) == 1 and outer >= length and in_eights and not t.data_ptr() % 16
 
 
 def _library_rows(a, weight, token, offsets, inner_axis: int, gathered: bool) -> torch.Tensor:
@@ -395,45 +395,45 @@ _WEIGHTS = Routine(
 )
 
 
-def _whole(plan: Plan, **sizes: int) -> tuple[bool, ...]:
+def _divide_evenly(plan: Plan, **sizes: int) -> tuple[bool, ...]:
     """Whether the plan's blocks divide the sizes, so that loads need no masks."""
     return tuple([size % plan.config.blocks[name] == 0 for name, size in sizes.items()])
 
 
 def rows_product(
-    tunable: Tunable, key: Key, a: torch.Tensor, weight: torch.Tensor, inner_axis: int, gathered: bool, where: Routing
+    tunable: Tunable, key: Key, a: torch.Tensor, weight: torch.Tensor, inner_axis: int, gathered: bool, routes: Routing
 ) -> torch.Tensor:
-    """[M, columns]: each row of a times its expert's weight.
+    """[T * K, n_cols]: each row of a times its expert's weight.
 
-    a: [M, inner], sorted by expert; gathered: [T, inner], a row for each token
-    weight: [E, ., .], summed over `inner_axis`, 1 or 2
+    a: [T * K, n_inner], sorted by expert; if gathered [T, n_inner], a row for each token
+    weight: [E, ., .], whose axis inner_axis (1 or 2) is summed over
     """
-    n_rows, n_experts = where.token.shape[0], weight.shape[0]
+    n_rows, n_experts = routes.token.shape[0], weight.shape[0]
     n_cols, n_inner = weight.shape[3 - inner_axis], weight.shape[inner_axis]
     plan = tunable.plan(a.device, key)
-    if _library_takes(plan, a, weight):
-        return call_routine(plan, _ROWS, (a, weight, where.token, where.offsets, inner_axis, gathered))
+    if _uses_library(plan, a, weight):
+        return call_routine(plan, _ROWS, (a, weight, routes.token, routes.offsets, inner_axis, gathered))
     y = torch.empty((n_rows, n_cols), dtype=a.dtype, device=a.device)
     blocks = plan.config.blocks
-    tiles = routing.tiles_of(where.offsets, n_rows, blocks["BLOCK_M"])
-    args = (a, weight, y, where.token, where.offsets, tiles.expert, tiles.first, a.stride(0), weight.stride(0))
+    tiles = routing.tiles_of(routes.offsets, n_rows, blocks["BLOCK_M"])
+    args = (a, weight, y, routes.token, routes.offsets, tiles.expert, tiles.first, a.stride(0), weight.stride(0))
     args = (*args, weight.stride(3 - inner_axis), weight.stride(inner_axis), n_experts, n_inner, n_cols)
-    flags = (gathered, *_whole(plan, BLOCK_N=n_cols, BLOCK_K=n_inner))
+    flags = (gathered, *_divide_evenly(plan, BLOCK_N=n_cols, BLOCK_K=n_inner))
     launch(plan, _fused_moe_rows_kernel, (tiles.count * cdiv(n_cols, blocks["BLOCK_N"]),), args, flags)
     return y
 
 
 def weights_product(
-    tunable: Tunable, key: Key, p: torch.Tensor, q: torch.Tensor, gathered: tuple[bool, bool], where: Routing
+    tunable: Tunable, key: Key, p: torch.Tensor, q: torch.Tensor, gathered: tuple[bool, bool], routes: Routing
 ) -> torch.Tensor:
-    """[E, columns of p, columns of q]: p^T @ q over each expert's rows; a gathered operand has a row for each token."""
-    n_experts, n_p, n_q = where.largest.shape[0], p.shape[1], q.shape[1]
+    """[E, n_p, n_q]: p^T @ q over each expert's rows. gathered: whether p, and q, has a row for each token instead."""
+    n_experts, n_p, n_q = routes.largest.shape[0], p.shape[1], q.shape[1]
     plan = tunable.plan(p.device, key)
-    if _library_takes(plan, p, q):
-        return call_routine(plan, _WEIGHTS, (p, q, where.token, where.offsets, gathered))
+    if _uses_library(plan, p, q):
+        return call_routine(plan, _WEIGHTS, (p, q, routes.token, routes.offsets, gathered))
     dweight = torch.empty((n_experts, n_p, n_q), dtype=p.dtype, device=p.device)
     blocks = plan.config.blocks
     grid = (n_experts * cdiv(n_p, blocks["BLOCK_M"]) * cdiv(n_q, blocks["BLOCK_N"] * blocks["TILES"]),)
-    args = (p, q, dweight, where.token, where.offsets, where.largest, p.stride(0), q.stride(0), n_p, n_q)
-    launch(plan, _fused_moe_weights_kernel, grid, args, (*gathered, *_whole(plan, BLOCK_M=n_p, BLOCK_N=n_q)))
+    args = (p, q, dweight, routes.token, routes.offsets, routes.largest, p.stride(0), q.stride(0), n_p, n_q)
+    launch(plan, _fused_moe_weights_kernel, grid, args, (*gathered, *_divide_evenly(plan, BLOCK_M=n_p, BLOCK_N=n_q)))
     return dweight

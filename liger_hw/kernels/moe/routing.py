@@ -1,15 +1,15 @@
 """The sort of slots by expert, on the device without synchronisation or atomics.
 
-A slot is one (token, choice) pair, numbered t * K + k. A stable counting sort takes four launches. Slots whose expert
-is outside [0, E) come last.
+A slot is one (token, choice) pair, numbered t * K + k; a row is a slot's position after the sort. A stable counting
+sort takes four launches. Slots whose expert is outside [0, E) come last.
 
-    count    programs of BLOCK_T slots: how many of them go to each expert
-    prefix   for each expert, how many slots of earlier programs go to it; and its total
-    offsets  where each expert's rows begin, and the experts by size, the largest first
-    place    every slot to its row
+    count    the number of slots of each expert, for each program's BLOCK_T slots
+    prefix   the number of slots of each expert in all earlier programs, and each expert's total
+    offsets  the first row of each expert, and the experts sorted by their number of rows, largest first
+    place    the row of every slot
 
-Grouped products over rows work on tiles of BLOCK_M rows of one expert. The host only knows a bound of their number,
-ceil(M / BLOCK_M) + E - 1, so the grid has as many programs, and surplus ones return at once.
+Grouped products work on tiles of BLOCK_M rows of one expert. The host knows only an upper bound of the number of tiles,
+so the grid has as many programs as the bound, and surplus programs return at once (tiles).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DIMS = ("n_tokens", "hidden", "inner", "n_experts", "top_k")
 
 
 def moe_tunable(variant: str, kernel, key, heuristic, space, *neutral: str) -> Tunable:
-    """`fused_moe.<variant>` of a kernel without a product."""
+    """The tunable `fused_moe.<variant>` of a kernel other than the grouped products. neutral: as in `Tunable`."""
     return Tunable(
         "fused_moe",
         variant,
@@ -42,14 +42,14 @@ def moe_tunable(variant: str, kernel, key, heuristic, space, *neutral: str) -> T
 
 @triton.jit
 def _experts_of(Index_ptr, at, n_slots, n_experts):
-    """The expert of each slot; n_experts for slots without one and positions past the last slot."""
+    """The expert of each slot; n_experts for slots without an expert and past the last slot."""
     expert = tl.load(Index_ptr + at, mask=at < n_slots, other=-1)
     return tl.where((expert < 0) | (expert >= n_experts), n_experts, expert).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["n_slots"])
 def _fused_moe_count_kernel(Index_ptr, Counts_ptr, n_slots, n_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Counts [programs, EXPERTS], with EXPERTS a power of two above n_experts."""
+    """Counts [programs, EXPERTS]; EXPERTS is a power of two above n_experts."""
     at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     counts = tl.histogram(_experts_of(Index_ptr, at, n_slots, n_experts), EXPERTS)
     tl.store(Counts_ptr + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), counts)
@@ -59,7 +59,7 @@ def _fused_moe_count_kernel(Index_ptr, Counts_ptr, n_slots, n_experts, EXPERTS: 
 def _fused_moe_prefix_kernel(
     Counts_ptr, Totals_ptr, n_blocks, EXPERTS: tl.constexpr, COLS: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """Counts [n_blocks, EXPERTS] become their exclusive prefix sums down each column; COLS columns a program."""
+    """Counts [n_blocks, EXPERTS] become their exclusive prefix sums over the blocks. A program has COLS columns."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     before = tl.zeros([COLS], dtype=tl.int32)
     for start in range(0, n_blocks, BLOCK_T):
@@ -76,10 +76,10 @@ def _fused_moe_prefix_kernel(
 def _fused_moe_offsets_kernel(
     Totals_ptr, Offsets_ptr, Largest_ptr, n_experts, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """Offsets [n_experts + 1]: where each expert's rows begin, and the end of the last one's.
+    """Offsets [n_experts + 1]: the first row of each expert, and the end of the last expert's rows.
 
-    Largest [n_experts]: the experts by number of rows, largest first. A program ranks BLOCK_T experts; the first
-    program also stores the offsets.
+    Largest [n_experts]: the experts sorted by their number of rows, largest first. A program ranks BLOCK_T experts; the
+    first program also stores the offsets.
     """
     experts = tl.arange(0, EXPERTS)
     totals = tl.load(Totals_ptr + experts)
@@ -109,7 +109,7 @@ def _fused_moe_place_kernel(
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Order and Token [n_slots]: each row's slot and token; Row [n_slots]: each slot's row, -1 without an expert."""
+    """Order, Token [n_slots]: each row's slot and token; Row [n_slots]: each slot's row, -1 if it has no expert."""
     start = tl.program_id(0) * BLOCK_T
     at = start + tl.arange(0, BLOCK_T)
     expert = _experts_of(Index_ptr, at, n_slots, n_experts)
@@ -135,8 +135,8 @@ def _fused_moe_tiles_kernel(
     EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One program an expert. Expert [n_tiles]: the expert of each tile of BLOCK_M rows, n_experts for a surplus tile;
-    First [n_experts + 1]: the first tile of each expert."""
+    """Expert [n_tiles]: the expert of each tile of BLOCK_M rows, n_experts for a surplus tile; First [n_experts + 1]:
+    the first tile of each expert, and of the surplus. Program e writes both for expert e, the last for the surplus."""
     expert = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     rows = tl.load(Offsets_ptr + experts + 1, mask=experts < n_experts, other=0)
@@ -157,7 +157,7 @@ def _key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, ite
 def _tunable(variant: str, kernel, blocks: dict[str, int], tile: int, per_thread: int) -> Tunable:
     """No search space: all five launches take microseconds, while the products take milliseconds.
 
-    blocks: the heuristic's; tile, per_thread: how many integers a program and a thread hold at a time
+    blocks: the heuristic's blocks; tile, per_thread: the integers that a program and a thread hold at a time
     """
 
     def heuristic(target: Target, key: Key) -> LaunchConfig:
@@ -167,9 +167,9 @@ def _tunable(variant: str, kernel, blocks: dict[str, int], tile: int, per_thread
 
 
 _SLOTS = 256
-"""Slots of a program of count, and of place."""
+"""BLOCK_T of count and place."""
 _COLS = 16
-"""Columns of a program of prefix."""
+"""COLS of prefix."""
 
 
 COUNT = _tunable("count", _fused_moe_count_kernel, {}, _SLOTS, 2)
@@ -183,7 +183,7 @@ TUNABLES = (COUNT, PREFIX, OFFSETS, PLACE, TILES)
 class Routing(NamedTuple):
     """The slots sorted by expert; all int32.
 
-    order, token [M]: the slot and the token of each row; row [M]: the row of each slot, -1 for slots without an expert
+    order, token [T * K]: the slot and the token of each row; row [T * K]: each slot's row, -1 if it has no expert
     offsets, largest: see `_fused_moe_offsets_kernel`
     """
 
@@ -221,7 +221,7 @@ def route(top_k_index: torch.Tensor, n_experts: int) -> Routing:
 
 
 class Tiles(NamedTuple):
-    """See `_fused_moe_tiles_kernel`; count: the bound of the number of tiles."""
+    """expert, first: see `_fused_moe_tiles_kernel`; count: the upper bound of the number of tiles."""
 
     expert: torch.Tensor
     first: torch.Tensor

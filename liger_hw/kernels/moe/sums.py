@@ -1,7 +1,7 @@
-"""Sums around the grouped products of fused_moe, each in a fixed order, in fp32 and rounded once.
+"""Sums before and after the grouped products of fused_moe, each in a fixed order, in fp32 and rounded once.
 
-combine   the rows of a token: the output, weighted and with its bias, and the gradient of x
-bias      the rows of an expert: the gradients of both biases
+combine   sums over a token's rows: the output (of rows with bias and weight), and the gradient of x
+bias      sums over an expert's rows: the gradients of both biases
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _fused_moe_bias_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """DBias[expert] = the sum of the expert's rows, or with Weights_ptr of weight times the row of the slot's token."""
+    """DBias[expert] = the sum over the expert's rows of Rows[row], or with Weights_ptr of weight * Rows[token]."""
     expert = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     begin = tl.load(Offsets_ptr + expert)
@@ -90,7 +90,7 @@ def _key(n_tokens: int, hidden: int, inner: int, n_experts: int, top_k: int, ite
 
 
 def _combine_heuristic(target: Target, key: Key) -> LaunchConfig:
-    """16 bytes a thread and row, at most eight warps."""
+    """16 bytes of each row a thread, at most eight warps."""
     block = min(key[0], 2048)
     return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block, 16 // key[3], 8))
 
@@ -109,32 +109,32 @@ def _tiled_space(target: Target, key: Key) -> list[LaunchConfig]:
     return tile_space(target, tiles, (2, 4, 8), per_thread=(4, 64))
 
 
-_FREE = "num_warps", "num_stages"
-COMBINE = moe_tunable("combine", _fused_moe_combine_kernel, _key, _combine_heuristic, _combine_space, *_FREE)
+_NEUTRAL = "num_warps", "num_stages"
+COMBINE = moe_tunable("combine", _fused_moe_combine_kernel, _key, _combine_heuristic, _combine_space, *_NEUTRAL)
 BIAS = moe_tunable("bias", _fused_moe_bias_kernel, _key, _tiled_heuristic, _tiled_space)
 TUNABLES = (COMBINE, BIAS)
 
 
 def combine(
-    y: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None, top_k_index: torch.Tensor, where: Routing
+    y: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None, top_k_index: torch.Tensor, routes: Routing
 ) -> torch.Tensor:
-    """[T, H]: the rows of y [M, H] of each token, plus their experts' bias [E, H], times its weights [T, K]."""
+    """[T, H]: the sum of each token's rows of y [T * K, H], plus the experts' bias [E, H], times weights [T, K]."""
     (n_tokens, top_k), hidden = top_k_index.shape, y.shape[1]
     out = torch.empty((n_tokens, hidden), dtype=y.dtype, device=y.device)
     plan = COMBINE.plan(y.device, _key(n_tokens, hidden, 0, 0, top_k, y.itemsize))
     grid = n_tokens, cdiv(hidden, plan.config.blocks["BLOCK_SIZE"])
-    launch(plan, _fused_moe_combine_kernel, grid, (y, weights, bias, top_k_index, where.row, out, hidden), (top_k,))
+    launch(plan, _fused_moe_combine_kernel, grid, (y, weights, bias, top_k_index, routes.row, out, hidden), (top_k,))
     return out
 
 
 def bias_gradient(
-    rows: torch.Tensor, weights: torch.Tensor | None, top_k_index: torch.Tensor, where: Routing
+    rows: torch.Tensor, weights: torch.Tensor | None, top_k_index: torch.Tensor, routes: Routing
 ) -> torch.Tensor:
-    """[E, columns]: the sum of each expert's rows [M, columns]; with weights, of weight times gathered [T, columns]."""
-    n_experts, n_cols, (n_tokens, top_k) = where.largest.shape[0], rows.shape[1], top_k_index.shape
+    """[E, n_cols]: sums of each expert's rows [T * K, n_cols], or with weights of weight * rows[token] ([T, n_cols])"""
+    n_experts, n_cols, (n_tokens, top_k) = routes.largest.shape[0], rows.shape[1], top_k_index.shape
     dbias = torch.empty((n_experts, n_cols), dtype=rows.dtype, device=rows.device)
     plan = BIAS.plan(rows.device, _key(n_tokens, n_cols, 0, 0, top_k, rows.itemsize))
     grid = n_experts, cdiv(n_cols, plan.config.blocks["BLOCK_SIZE"])
-    args = (rows, weights, where.order, where.offsets, dbias, rows.stride(0), n_cols)
+    args = (rows, weights, routes.order, routes.offsets, dbias, rows.stride(0), n_cols)
     launch(plan, _fused_moe_bias_kernel, grid, args, (top_k,))
     return dbias

@@ -1,4 +1,4 @@
-"""Attention residuals: softmax attention over the outputs of the blocks before, in place of the residual sum.
+"""Attention residuals: softmax attention over the outputs of all earlier blocks, in place of the residual sum.
 
     h = sum over n of  alpha_n * v_n,    alpha = softmax over n of s,    s_n = w_query . (w_norm * v_n * rstd_n)
 
@@ -27,8 +27,8 @@ from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.tuning import persistent_misfit, rows_per_program, safe_whole_rows
 
-WIDEST = 65536
-"""The most columns, which a program holds."""
+MAX_COLS = 65536
+"""A program holds all columns of a row."""
 
 
 def attn_res_reference(V, w_query, w_norm, eps=1e-6):
@@ -62,7 +62,7 @@ def _attn_res_fwd_kernel(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """ROWS whole rows a program, block by block."""
+    """A program computes ROWS whole rows, one block (index n) at a time."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     row_mask = rows < n_rows
@@ -108,9 +108,9 @@ def _attn_res_bwd_kernel(
     STAGES: tl.constexpr,
 ):
     """Program p takes the row tiles p, p + programs, ... It reads V twice, the second time from cache, because the
-    gradient of a block needs g . v of all blocks. BLOCKS: at least n_blocks.
+    gradient of a block needs g . v of all blocks. BLOCKS: a power of two, at least n_blocks.
 
-    Partial_ptr [programs, n_cols]: this program's partial sums of dq.
+    Partial_ptr [programs, n_cols]: each program's partial sums of dq.
     """
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     blocks = tl.arange(0, BLOCKS)[None, :]
@@ -126,21 +126,21 @@ def _attn_res_bwd_kernel(
             row = rows + tl.cast(block, tl.int64) * n_rows
             v = tl.load(V_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
             dots = tl.where(blocks == block, tl.sum(g * v, axis=1)[:, None], dots)
-        there = row_mask & (blocks < n_blocks)
-        scores = tl.load(Score_ptr + rows + blocks.to(tl.int64) * n_rows, mask=there, other=-float("inf"))
-        rstds = tl.load(RSTD_ptr + rows + blocks.to(tl.int64) * n_rows, mask=there, other=0.0)
+        block_mask = row_mask & (blocks < n_blocks)
+        scores = tl.load(Score_ptr + rows + blocks.to(tl.int64) * n_rows, mask=block_mask, other=-float("inf"))
+        rstds = tl.load(RSTD_ptr + rows + blocks.to(tl.int64) * n_rows, mask=block_mask, other=0.0)
         alphas = tl.exp(scores - tl.load(LSE_ptr + rows, mask=row_mask, other=0.0))
-        slopes = alphas * (dots - tl.sum(alphas * dots, axis=1)[:, None]) * rstds
-        shares = slopes * tl.where(there, scores, 0.0) * rstds / n_cols
+        q_coefs = alphas * (dots - tl.sum(alphas * dots, axis=1)[:, None]) * rstds
+        v_coefs = q_coefs * tl.where(block_mask, scores, 0.0) * rstds / n_cols
         for step in tl.range(0, n_blocks, num_stages=STAGES):
             block = n_blocks - 1 - step  # backwards: the last blocks are still in cache
             row = rows + tl.cast(block, tl.int64) * n_rows
             v = tl.load(V_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
             alpha = tl.sum(tl.where(blocks == block, alphas, 0.0), axis=1)[:, None]
-            slope = tl.sum(tl.where(blocks == block, slopes, 0.0), axis=1)[:, None]
-            share = tl.sum(tl.where(blocks == block, shares, 0.0), axis=1)[:, None]
-            dquery += slope * v
-            dv = alpha * g + slope * query - share * v
+            q_coef = tl.sum(tl.where(blocks == block, q_coefs, 0.0), axis=1)[:, None]
+            v_coef = tl.sum(tl.where(blocks == block, v_coefs, 0.0), axis=1)[:, None]
+            dquery += q_coef * v
+            dv = alpha * g + q_coef * query - v_coef * v
             tl.store(DV_ptr + row * n_cols + cols, dv.to(DV_ptr.dtype.element_ty), mask=mask)
     dq = tl.sum(dquery, axis=0)[None, :]
     tl.store(Partial_ptr + tl.program_id(0) * n_cols + cols, dq.to(Partial_ptr.dtype.element_ty), mask=cols < n_cols)
@@ -156,7 +156,7 @@ def _key(n_rows, n_blocks, n_cols, itemsize):
 
 
 def _tile(target, key, per_thread, ctas):
-    """Tiles of 2048 elements or one row, with up to three blocks in flight."""
+    """Tiles of up to 2048 elements, or of one row, with up to three blocks prefetched."""
     rows = rows_per_program(target, key[1], max(1, 2048 // key[0]))
     elements = key[0] * rows
     stages = max(1, min(3, target.shared_memory // (2 * max(1, ctas) * elements * key[2])))
@@ -186,7 +186,7 @@ BWD = Tunable(
     "attn_res",
     "bwd",
     kernels=(_attn_res_bwd_kernel,),
-    heuristic=lambda target, key: _tile(target, key, 32, 2),  # four rows of values in fp32 are live
+    heuristic=lambda target, key: _tile(target, key, 32, 2),  # four fp32 values are live for each element of a tile
     space=_space((1, 2, 3, 4)),
     valid=persistent_misfit,
     **RULES,
@@ -247,8 +247,8 @@ def _fwd_reference(v, w_query, w_norm, eps):
 
 def _misfit(v, *_rest):
     if not v.shape[0]:
-        return "V must have one block or more, got none"
-    return "" if v.shape[-1] <= WIDEST else f"V must have at most {WIDEST} columns, got {v.shape[-1]}"
+        return "V must have at least one block, got none"
+    return "" if v.shape[-1] <= MAX_COLS else f"V must have at most {MAX_COLS} columns, got {v.shape[-1]}"
 
 
 class AttnResFunction(OperatorFunction):
@@ -277,14 +277,14 @@ def liger_attn_res(
     w_norm: torch.Tensor,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Softmax attention of one learned query over blocks, with RMS-normalised keys: sum of alpha_n * V_n.
+    """Softmax attention of one learned query over the blocks, with RMS-normalised keys: sum of alpha_n * V_n.
 
-    V: [n_blocks, ..., n_cols], or a list of n_blocks tensors [..., n_cols], which is stacked; w_query, w_norm:
-    [n_cols], at most 65536 columns. fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols] in V's dtype.
+    V: [n_blocks, ..., n_cols], or a list of n_blocks tensors [..., n_cols], which are stacked; w_query, w_norm:
+    [n_cols]; n_cols at most 65536. fp32, fp16 or bf16 (fp64 too on the CPU). Returns [..., n_cols] in V's dtype.
     Raises `ValueError` for shapes, dtypes or devices that do not fit. https://arxiv.org/abs/2603.15031
     """
     if isinstance(V, (list, tuple)):
-        check(len(V) > 0, "liger_attn_res", "V is an empty list; it must have a tensor for each block")
+        check(len(V) > 0, "liger_attn_res", "V must have a tensor for each block, got an empty list")
         check_tensors("liger_attn_res", **{f"V[{n}]": block for n, block in enumerate(V)})
         shapes = list(dict.fromkeys(tuple(block.shape) for block in V))
         check(len(shapes) == 1, "liger_attn_res", f"the blocks in V must have one shape, got {shapes}")
@@ -294,7 +294,7 @@ def liger_attn_res(
 
 
 class LigerAttnRes(torch.nn.Module):
-    """Attention residuals before a layer: w_query starts at 0, which is the mean of the blocks, and w_norm at 1.
+    """`liger_attn_res` with its weights. w_query starts at 0, so the result is the blocks' mean, and w_norm at 1.
 
     hidden_size: the last dimension of the blocks; eps: as for `liger_attn_res`.
     """

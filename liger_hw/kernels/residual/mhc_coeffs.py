@@ -1,16 +1,16 @@
 """The coefficients of manifold-constrained hyper-connections, from all residual streams of a token.
 
-    mix = x @ phi / sqrt(mean(x^2) + rms_eps), cut into three
+    mix = x @ phi / sqrt(mean(x^2) + rms_eps), split into mix_pre, mix_post and mix_res
     h_pre = sigmoid(alpha_pre * mix_pre + b_pre) + pre_eps
     h_post = post_mult * sigmoid(alpha_post * mix_post + b_post)
     h_res = sinkhorn(softmax(alpha_res * mix_res + b_res) + sinkhorn_eps)
 
-sinkhorn divides columns by their sums plus sinkhorn_eps; then, tmax - 1 times, rows likewise and columns again.
+sinkhorn divides columns by their sums plus sinkhorn_eps; then, tmax - 1 times, first rows and then columns likewise.
 
-Sums are fp32. In half precision the gradient of x @ phi is rounded to x's dtype before it is multiplied.
-Saved for backward: x, phi, b, the alphas, h_res, mix, rstd = 1 / sqrt(...), and the sums that Sinkhorn divided by.
-Backward undoes each Sinkhorn step k = a / s as a = k * s, and the gradient g of k becomes a's, (g - sum(g * k)) / s.
-Then, past softmax and sigmoid, dz = dmix * rstd, dphi = x^T @ dz,
+Sums are fp32. In half precision dz, the gradient of z = x @ phi, is rounded to x's dtype before dphi and dx are
+computed. Saved for backward: x, phi, b, the alphas, h_res, mix, rstd = 1 / sqrt(...), and the divisors of Sinkhorn.
+Backward reverses each Sinkhorn step k = a / s: a = k * s, and da = (dk - sum(dk * k)) / s. After the gradients of
+softmax and sigmoid, dz = dmix * rstd, dphi = x^T @ dz,
 dx = dz @ phi^T - x * rstd^2 * sum(dmix * mix) / (n_streams * n_cols).
 
 Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", https://arxiv.org/abs/2512.24880
@@ -41,12 +41,10 @@ from ...runtime.triton_import import tl, triton
 from ..rows.reduce import column_sum, column_sum_tunable, partial_sums
 from ..rows.tuning import persistent_misfit
 
-MOST_STREAMS = 16
+MAX_STREAMS = 16
 
 
 class Options(NamedTuple):
-    """The numbers of `liger_mhc_coeffs`."""
-
     tmax: int = 20
     rms_eps: float = 1e-6
     pre_eps: float = 0.0
@@ -55,7 +53,7 @@ class Options(NamedTuple):
 
 
 def _coefficients(mix, b, alphas, n, options):
-    """(h_pre, h_post, h_res, the sums that Sinkhorn divided by [..., steps, n])."""
+    """(h_pre, h_post, h_res, the divisors of Sinkhorn [..., 2 * tmax - 1, n])."""
     sizes = (n, n, n * n)
     parts = [a * m + c for a, m, c in zip(alphas, mix.split(sizes, -1), b.split(sizes, -1))]
     k, sums = parts[2].unflatten(-1, (n, n)).softmax(-1) + options.sinkhorn_eps, []
@@ -68,7 +66,7 @@ def _coefficients(mix, b, alphas, n, options):
 def _fwd_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, options):
     wide = torch.promote_types(x.dtype, torch.float32)
     flat, phi, b = x.to(wide).flatten(-2), phi.to(wide), b.to(wide)
-    alphas = [alpha.to(wide).flatten() for alpha in (alpha_pre, alpha_post, alpha_res)]  # one, or one for each column
+    alphas = [alpha.to(wide).flatten() for alpha in (alpha_pre, alpha_post, alpha_res)]
     z, rstd = flat @ phi, torch.rsqrt(flat.square().mean(-1, keepdim=True) + options.rms_eps)
     if z.requires_grad and x.dtype is not wide:
         z.register_hook(lambda gradient: gradient.to(x.dtype).to(wide))
@@ -82,7 +80,7 @@ def mhc_coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_f
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
-# A token's row of `mix` [streams * (streams + 2)] has the projections for h_pre, for h_post, and for h_res row by row.
+# A row of `mix` [streams * (streams + 2)] has a token's projections for h_pre, h_post, and h_res (row-major).
 
 
 @triton.jit
@@ -146,7 +144,8 @@ def _mhc_project_bwd_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx = dz @ phi^T - shrink * x and a partial sum of dphi = x^T @ dz, for BLOCK_K columns of n_steps token tiles."""
+    """dx = dz @ phi^T - shrink * x, and a partial sum of dphi = x^T @ dz, for BLOCK_K columns and n_steps tiles of
+    tokens. Shrink [n_rows]: rstd^2 * sum(dmix * mix) / n_inner."""
     inner = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     outs = tl.arange(0, MIX)[None, :]
     phi_at = inner.to(tl.int64)[:, None] * n_mix + outs
@@ -171,8 +170,8 @@ def _mhc_project_bwd_kernel(
 
 @triton.jit
 def _places(tile, n_rows, n_streams, TOKENS: tl.constexpr, STREAMS: tl.constexpr):
-    """A tile's token indices, then offsets and mask [TOKENS, STREAMS] in a tensor [n_rows, n_streams], and offsets and
-    mask [TOKENS, STREAMS, STREAMS] in a tensor [n_rows, n_streams, n_streams]."""
+    """(token indices; offsets and mask [TOKENS, STREAMS] for a tensor [n_rows, n_streams]; offsets and mask
+    [TOKENS, STREAMS, STREAMS] for a tensor [n_rows, n_streams, n_streams]) of a tile of tokens."""
     tokens = tl.cast(tile, tl.int64) * TOKENS + tl.arange(0, TOKENS)
     streams = tl.arange(0, STREAMS)
     line = tokens[:, None] * n_streams + streams[None, :]
@@ -183,7 +182,7 @@ def _places(tile, n_rows, n_streams, TOKENS: tl.constexpr, STREAMS: tl.constexpr
 
 @triton.jit
 def _logits(Mix_ptr, B_ptr, Alpha_ptr, at, group_at, mask):
-    """(mix, alpha * mix + b); at: offsets in Mix, group_at: offsets in b."""
+    """(mix, alpha * mix + b). at, group_at: offsets in Mix and in b."""
     mix = tl.load(Mix_ptr + at, mask=mask, other=0.0)
     scaled = tl.load(Alpha_ptr).to(tl.float32) * mix
     b_ptrs = tl.broadcast_to(B_ptr + group_at, mask.shape)  # Triton 3.4 does not broadcast pointers to the mask
@@ -220,7 +219,7 @@ def _mhc_sinkhorn_fwd_kernel(
     STREAMS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Sums_ptr [n_rows, 2 * tmax - 1, n_streams]: each step's divisors, for the backward."""
+    """Sums_ptr [n_rows, 2 * tmax - 1, n_streams]: the divisors of each Sinkhorn step, for the backward."""
     tokens, line, line_mask, square, mask = _places(tl.program_id(0), n_rows, n_streams, TOKENS, STREAMS)
     streams = tl.arange(0, STREAMS)
     n_mix = n_streams * (n_streams + 2)
@@ -270,9 +269,9 @@ def _mhc_sinkhorn_bwd_kernel(
     STREAMS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """dz, the gradient of x @ phi, and `_mhc_project_bwd_kernel`'s shrink. Program p takes tiles p, p + programs, ...
+    """DZ, the gradient of x @ phi, and Shrink for `_mhc_project_bwd_kernel`. Program p takes tiles p, p + programs, ...
 
-    inner_inverse: 1 / (n_streams * n_cols). Partial_ptr [programs, n_mix + 3]: this program's partial sums of db and of
+    inner_inverse: 1 / (n_streams * n_cols). Partial_ptr [programs, n_mix + 3]: each program's partial sums of db and of
     the gradients of the three alphas.
     """
     streams = tl.arange(0, STREAMS)
@@ -325,10 +324,10 @@ def _mhc_sinkhorn_bwd_kernel(
         tl.store(DZ_ptr + start + n_streams, (dpost * rstd[:, None]).to(dtype), mask=line_mask)
         tl.store(DZ_ptr + res_at, (dres * rstd[:, None, None]).to(dtype), mask=mask)
     partial = Partial_ptr + tl.program_id(0) * (n_mix + 3)
-    there = streams < n_streams
-    tl.store(partial + streams, db_pre, mask=there)
-    tl.store(partial + n_streams + streams, db_post, mask=there)
-    tl.store(partial + entry, db_res, mask=there[:, None] & there[None, :])
+    stream_mask = streams < n_streams
+    tl.store(partial + streams, db_pre, mask=stream_mask)
+    tl.store(partial + n_streams + streams, db_post, mask=stream_mask)
+    tl.store(partial + entry, db_res, mask=stream_mask[:, None] & stream_mask[None, :])
     tl.store(partial + n_mix, tl.sum(da_pre, axis=0))
     tl.store(partial + n_mix + 1, tl.sum(da_post, axis=0))
     tl.store(partial + n_mix + 2, tl.sum(tl.sum(da_res, axis=1), axis=0))
@@ -345,7 +344,7 @@ def _key(n_tokens, n_streams, n_cols, itemsize):
 
 
 def _project_config(target, key, tokens, inner, stages, ctas=0):
-    """Tiles whose stages fit shared memory; for fp32, whose products use registers only, small tiles in one stage."""
+    """Tiles whose stages fit half of shared memory. fp32 has small tiles and one stage: its products use registers."""
     columns = next_power_of_2(max(16, key[1] * (key[1] + 2)))
     if key[3] > 2:
         tokens, inner, stages = 16, 32, 1
@@ -367,7 +366,7 @@ def _project_space(ctas):
 
 
 def _sinkhorn_heuristic(target, key):
-    """One row of h_res a thread: the backward has six tensors of that size in registers."""
+    """Four elements of h_res a thread: the backward has six tensors of h_res' size in registers."""
     tokens = max(1, min(64, 512 // key[1] ** 2))
     return LaunchConfig({"TOKENS": tokens}, target.warps(tokens * key[1] ** 2, 4, 4), 1, 4)
 
@@ -457,17 +456,17 @@ def _bwd(dpre, dpost, dres, x, phi, b, alpha_pre, alpha_post, alpha_res, h_res, 
     plan = PROJECT_BWD.plan(x.device, key)
     tiles, columns = (cdiv(n, plan.config.blocks[name]) for n, name in ((n_rows, "BLOCK_N"), (n_inner, "BLOCK_K")))
     steps = cdiv(tiles, max(1, min(tiles, plan.programs // columns)))
-    shares = cdiv(tiles, steps)
-    partial = partial_sums(x, shares, n_inner * n_mix, phi.dtype)
+    n_parts = cdiv(tiles, steps)
+    partial = partial_sums(x, n_parts, n_inner * n_mix, phi.dtype)
     args = (x, phi, dz, shrink, dx, partial, n_rows, n_inner, n_mix, steps)
-    launch(plan, _mhc_project_bwd_kernel, (columns, shares), args, (max(16, next_power_of_2(n_mix)),))
+    launch(plan, _mhc_project_bwd_kernel, (columns, n_parts), args, (max(16, next_power_of_2(n_mix)),))
     return dx, column_sum(DW, partial, phi.dtype).view(phi.shape), column_sum(DW, params, dtype)
 
 
 def _misfit(x, phi, b, *_rest):
     n_streams, n_cols = x.shape[-2:]
-    if not 0 < n_streams <= MOST_STREAMS:
-        return f"x must have 1 to {MOST_STREAMS} streams, got {n_streams}"
+    if not 0 < n_streams <= MAX_STREAMS:
+        return f"x must have 1 to {MAX_STREAMS} streams, got {n_streams}"
     if not n_cols:
         return "x must have columns to be mixed, got none"
     expected = (n_streams * n_cols, n_streams * (n_streams + 2))
@@ -517,11 +516,11 @@ def liger_mhc_coeffs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(h_pre, h_post, h_res) of manifold-constrained hyper-connections, from all residual streams of each token.
 
-    x: [..., n_streams, n_cols] with 1 to 16 streams, in fp16 or bf16; in fp32 (fp64 too on the CPU) with allow_fp32
+    x: [..., n_streams, n_cols] with 1 to 16 streams, fp16 or bf16; with allow_fp32 also fp32 (and fp64 on the CPU)
     phi: [n_streams * n_cols, n_mix]; b: [n_mix], n_mix = n_streams * (n_streams + 2); alphas: tensors of one element
     tmax: Sinkhorn iterations, at least 1; the eps and post_mult: see the formulas at the top of this module
-    Returns h_pre, h_post [..., n_streams] and h_res [..., n_streams, n_streams], whose rows and columns sum to about
-    1, in fp32. Raises `ValueError` for shapes, dtypes or devices that do not fit. https://arxiv.org/abs/2512.24880
+    Returns in fp32 h_pre and h_post [..., n_streams], and h_res [..., n_streams, n_streams], whose rows and columns sum
+    to about 1. Raises `ValueError` for shapes, dtypes or devices that do not fit. https://arxiv.org/abs/2512.24880
     """
     name = "liger_mhc_coeffs"
     check_flags(name, allow_fp32=allow_fp32)
@@ -529,7 +528,7 @@ def liger_mhc_coeffs(
     check_numbers(name, rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult)
     check(tmax >= 1, name, f"tmax must be at least 1, got {tmax}")
     if not allow_fp32 and isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float64):
-        check(False, name, f"x must be float16 or bfloat16, got {x.dtype}; allow_fp32=True takes it as it is")
+        check(False, name, f"x must be float16 or bfloat16, got {x.dtype}; to allow it, pass allow_fp32=True")
     options = Options(tmax, float(rms_eps), float(pre_eps), float(sinkhorn_eps), float(post_mult))
     return MHCCoeffsFunction.apply(x, phi, b, alpha_pre, alpha_post, alpha_res, options)
 

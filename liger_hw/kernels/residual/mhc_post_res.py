@@ -16,7 +16,7 @@ import torch
 from ... import registry
 from ...registry import Sample, normal
 from ...runtime.operator import OperatorFunction, check, check_integers, define, dense, empty_like
-from .mhc_coeffs import MOST_STREAMS, liger_mhc_coeffs
+from .mhc_coeffs import MAX_STREAMS, liger_mhc_coeffs
 from .mhc_coeffs import WORKLOADS as WORKLOADS
 from .mhc_pre import liger_mhc_pre
 from .streams import mix, mix_backward, mix_tunables
@@ -80,10 +80,7 @@ def liger_mhc_apply(
     *,
     return_x_in: bool = False,
 ) -> Any:
-    """The streams after a layer whose result is f_out; with return_x_in also the layer's input.
-
-    Shapes and errors are as for `liger_mhc_pre` and `liger_mhc_post_res`.
-    """
+    """`liger_mhc_post_res`; with return_x_in also the layer's input, `liger_mhc_pre`. Shapes and errors are theirs."""
     x_out = liger_mhc_post_res(x, f_out, h_post, h_res)
     return (x_out, liger_mhc_pre(x, h_pre)) if return_x_in else x_out
 
@@ -107,23 +104,23 @@ def liger_mhc_forward(
 ) -> Any:
     """The streams x [..., n_streams, n_cols] after `layer`, a function [..., n_cols] -> [..., n_cols].
 
-    The layer's input is cast to the dtype of its first parameter, if it has one. The other arguments and errors are as
-    for `liger_mhc_coeffs`. Returns a tensor like x; with return_coeffs also (h_pre, h_post, h_res).
+    The layer's input is cast to the dtype of the layer's first parameter, if it has one. The other arguments and errors
+    are those of `liger_mhc_coeffs`. Returns a tensor like x; with return_coeffs also (h_pre, h_post, h_res).
     """
     numbers = {"tmax": tmax, "rms_eps": rms_eps, "pre_eps": pre_eps, "sinkhorn_eps": sinkhorn_eps}
     alphas = alpha_pre, alpha_post, alpha_res
     coeffs = liger_mhc_coeffs(x, phi, b, *alphas, allow_fp32=allow_fp32, post_mult=post_mult, **numbers)
     x_in = liger_mhc_pre(x, coeffs[0])
-    first = next(layer.parameters(), None) if isinstance(layer, torch.nn.Module) else None
-    x_out = liger_mhc_post_res(x, layer(x_in if first is None else x_in.to(first.dtype)), *coeffs[1:])
+    parameter = next(layer.parameters(), None) if isinstance(layer, torch.nn.Module) else None
+    x_out = liger_mhc_post_res(x, layer(x_in if parameter is None else x_in.to(parameter.dtype)), *coeffs[1:])
     return (x_out, coeffs) if return_coeffs else x_out
 
 
 class LigerMHC(torch.nn.Module):
-    """A layer [..., c] -> [..., c] between hc residual streams of c channels.
+    """`liger_mhc_forward` with its parameters, for a layer [..., c] -> [..., c] and hc residual streams.
 
-    hc: 1 to 16; phi_dtype: of the projection; the other arguments are as for `liger_mhc_coeffs`. phi starts with a
-    standard deviation of 0.02, b at 0, the alphas at 1.
+    hc: 1 to 16; phi_dtype: phi's dtype; the other arguments are as for `liger_mhc_coeffs`. phi starts with a standard
+    deviation of 0.02, b at 0, the alphas at 1.
     """
 
     def __init__(
@@ -142,7 +139,7 @@ class LigerMHC(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_integers("LigerMHC", hc=hc, c=c, tmax=tmax)
-        check(0 < hc <= MOST_STREAMS, "LigerMHC", f"hc must be 1 to {MOST_STREAMS}, got {hc}")
+        check(0 < hc <= MAX_STREAMS, "LigerMHC", f"hc must be 1 to {MAX_STREAMS}, got {hc}")
         self.layer, self.hc, self.c, self.tmax, self.allow_fp32 = layer, hc, c, tmax, bool(allow_fp32)
         self.rms_eps, self.pre_eps, self.sinkhorn_eps, self.post_mult = rms_eps, pre_eps, sinkhorn_eps, post_mult
         n_mix = self.hc * (self.hc + 2)

@@ -1,4 +1,4 @@
-"""The input of a layer under hyper-connections: out = sum over i of h_pre[i] * x[i], over residual streams.
+"""The input of a layer under hyper-connections: out = sum over the residual streams i of h_pre[i] * x[i].
 
 Sums are fp32, rounded once. Saved for backward: x and h_pre. Backward:  dx[i] = h_pre[i] * dout,
 dh_pre[i] = dout . x[i].

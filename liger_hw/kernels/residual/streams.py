@@ -1,4 +1,4 @@
-"""Mixing of residual streams by one small matrix a token, the core of mhc_pre and mhc_post_res.
+"""Mixing of residual streams by one small matrix h for each token, shared by mhc_pre and mhc_post_res.
 
     y[o] = sum over i of h[o, i] * x[i]  (+ p[o] * f)
 
@@ -120,7 +120,7 @@ def _fwd_heuristic(target, key):
 
 
 def _bwd_heuristic(target, key):
-    """The sums of dh, one for each pair of streams and each column of the tile, take 64 registers a thread."""
+    """dh has a sum for each pair of streams and each column of the tile: 64 registers a thread."""
     block = max(16, min(key[0], 4096 // key[1] ** 2))
     return LaunchConfig({"BLOCK_SIZE": block}, target.warps(block * key[1] ** 2, 64, 8), 2)
 
@@ -151,14 +151,14 @@ def _launch(tunable, x, y, tensors):
 
 
 def mix(tunable: Tunable, x: torch.Tensor, f: Any, h: torch.Tensor, p: Any, y: torch.Tensor) -> torch.Tensor:
-    """Write y and return it. All are contiguous."""
+    """Write y = h x (+ p f) and return it. All tensors are contiguous; f and p may be None."""
     if x.numel():
         _launch(tunable, x, y, (x, f, h, p, y))
     return y
 
 
 def mix_backward(tunable: Tunable, dy: Any, x: Any, f: Any, h: Any, p: Any) -> tuple[torch.Tensor | None, ...]:
-    """(dx, df, dh, dp); df and dp are None without f. All are contiguous."""
+    """(dx, df, dh, dp); df and dp are None if f is None. All tensors are contiguous."""
     dx, df, dh, dp = (None if t is None else empty_like(t, t.dtype) for t in (x, f, h, p))
     if x.numel():
         _launch(tunable, x, dy, (dy, x, f, h, p, dx, df, dh, dp))

@@ -1,8 +1,8 @@
 """Layers that replace those of transformers, under the names that transformers registers.
 
 `kernels.kernelize` binds the `forward` of one of these classes to a module of transformers. So a layer has no state and
-no constructor, `self` is that module, and `type(self).forward` is the forward of the module's class. A layer calls that
-forward where the kernel would not compute the same: for an unsupported dtype, width, activation or form of the module.
+no constructor, `self` is the module, and `type(self).forward` is the original forward. A layer calls the original
+forward where the kernel would not compute the same: for an unsupported dtype, width, activation or module structure.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from liger_hw.transformers.functional import (
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SILU = ("SiLU", "SiLUActivation")
 _GELU = {"GELUTanh": "tanh", "GELUActivation": "none"}
-"""Class of an activation of transformers -> the approximation of `liger_geglu`."""
+"""Activation class in transformers -> the argument `approximate` of `liger_geglu`."""
 
 
 def _share_a_dtype(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether all tensors have one dtype, which kernels support."""
+    """Whether all tensors have the same dtype, and it is one of _DTYPES."""
     return x.dtype in _DTYPES and all(other is None or other.dtype == x.dtype for other in others)
 
 
 def _activation(module: nn.Module) -> str:
-    """The name of a gated MLP's activation class, "" for a module of another form."""
+    """The name of a gated MLP's activation class; "" if the module is no gated MLP."""
     has_both = hasattr(module, "gate_up_proj") or (hasattr(module, "gate_proj") and hasattr(module, "up_proj"))
     if not has_both or not hasattr(module, "down_proj"):
         return ""
@@ -46,14 +46,14 @@ def _gate_and_up(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 class _Layer(nn.Module):
-    """Flags for `kernels`: the layer may train, eager or compiled."""
+    """The attributes that `kernels` reads: the layer supports training and torch.compile."""
 
     has_backward = True
     can_torch_compile = True
 
 
 class RMSNorm(_Layer):
-    """RMSNorm of Llama: the normalised input is rounded to its dtype, then scaled."""
+    """RMSNorm of Llama: the normalised input is rounded to its dtype, then scaled by the weight."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not _share_a_dtype(hidden_states, self.weight):
@@ -111,14 +111,14 @@ class RotaryPosEmb(_Layer):
     """`apply_rotary_pos_emb` of Llama: q * cos + rotate_half(q) * sin, over the whole width of a head."""
 
     def forward(self, q, k, cos, sin, unsqueeze_dim=1):
-        whole = cos.dim() == 3 and q.dim() == 4 and cos.shape[-1] == q.shape[-1] and cos.shape == sin.shape
-        if not whole or cos.requires_grad or sin.requires_grad or not _share_a_dtype(q, k):
+        fits = cos.dim() == 3 and q.dim() == 4 and cos.shape[-1] == q.shape[-1] and cos.shape == sin.shape
+        if not fits or cos.requires_grad or sin.requires_grad or not _share_a_dtype(q, k):
             return type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
         return liger_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
 
 class SwiGLUMLP(_Layer):
-    """down_proj(silu(gate_proj(x)) * up_proj(x)), also where one matrix `gate_up_proj` has both."""
+    """down_proj(silu(gate_proj(x)) * up_proj(x)), also if one linear layer `gate_up_proj` computes both."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if _activation(self) not in _SILU or x.dtype not in _DTYPES:
@@ -127,7 +127,7 @@ class SwiGLUMLP(_Layer):
 
 
 class GeGLUMLP(_Layer):
-    """down_proj(gelu(gate_proj(x)) * up_proj(x)) likewise, with the exact gelu or its tanh approximation."""
+    """Like `SwiGLUMLP`, with the exact gelu or its tanh approximation in place of silu."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         activation = _activation(self)
@@ -137,7 +137,7 @@ class GeGLUMLP(_Layer):
 
 
 class Experts(_Layer):
-    """Experts of transformers 5 with batched parameters, by `fused_moe` where it computes the same."""
+    """Experts of transformers 5 with 3-D parameters, computed by `fused_moe` where it computes the same."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
