@@ -273,7 +273,7 @@ def _config(target, key, rows, cols, stages):
 
 
 def _heuristic(target, key):
-    """For few neighbours, which are bound by memory, BLOCK_N is small, so that few loaded keys are no neighbours. With
+    """With few neighbours, which is bound by memory, a small BLOCK_N avoids loading keys that are no neighbours. With
     little shared memory, prefetched tiles are in registers."""
     if target.shared_memory <= 65536:
         return _config(target, key, 64, 16, 1)

@@ -71,7 +71,7 @@ def _causal_fill_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Y = X up to the diagonal, zero after it (-inf if INFINITE). IN_PLACE: X is Y; only what is after it is written.
+    """Y = X up to the diagonal, zero after it (-inf if INFINITE). IN_PLACE: X is Y; only keys after it are written.
 
     Bias_ptr [n_channels] or None: added up to the diagonal
     Sums_ptr [batch, n_queries, n_channels] or None: gets the fp32 sum of each row of X up to the diagonal

@@ -15,8 +15,8 @@ or computed again, which is a fourth GEMM beside the head's three. They are kept
 With at most hidden / 2 rows there is no slab: a buffer for all logits is smaller than the weight's gradient.
 dx is summed over slices in fp32; the slab's sum lies where the gradient of slice 0 will be, if it fits there.
 
-Memory. With LIGER_HW_LOSS_MEMORY_MIB set, as many rows of the rest are kept as fit beside everything else. Unset, kept
-rows, tail and fp32 sums take at most EXTRA_MEMORY times the weight gradient's memory.
+Memory. With LIGER_HW_LOSS_MEMORY_MIB set, as many rows of the rest are kept as fit beside slab, tail, fp32 sums and dx.
+Unset, kept rows, tail and fp32 sums take at most EXTRA_MEMORY times the weight gradient's memory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _IGNORED, _OUTSIDE = -1, -2
 
 
 class KeepPlan(NamedTuple):
-    """Which logits of a head are kept. Without a slab all rows are in the rest, and all are kept.
+    """Which logits of a head are kept. Without a slab, all rows are in the rest and are kept.
 
     slab: rows of the slab; width: columns of a slice (the last may have more)
     tail: elements of the tail; rest: rows after the slab whose logits are kept

@@ -3,7 +3,7 @@
     x [n_rows, hidden], weight [vocab, hidden], dlogits [chunk, vocab]: dx = dlogits @ weight, dweight += dlogits^T @ x
 
 Every fused linear loss and every chunked loss loops over `sweep`. All chunks share one buffer of logits. A chunk costs
-three GEMMs, each into its final place. The loss does its part between them:
+three GEMMs, each written to its final place. After the first, the loss runs its row kernel:
 
     chunks = plan_chunks(n_rows, hidden, vocab, x.itemsize, with_targets=True)
     grads = HeadGradients(x, weight, needs, chunks, target)
@@ -30,10 +30,10 @@ Ignored rows (prompts, padding) can be left out of the products, but the host mu
 Patched models make one; your own training loop passes it as `compact`. Inside torch.compile and while a graph is
 captured every row is computed.
 
-Precision. A 16-bit weight gradient is rounded once a chunk. To keep its error within 1.5 times one GEMM's over all
-rows, a loss without targets has at most MAX_CHUNKS chunks, one with targets at most MAX_CHUNKS_WITH_TARGETS. With
-more than MAX_PLAIN_CHUNKS the latter accumulates the targets' entries separately (`head_targets.py`). Where memory asks
-for more chunks, they become larger, or the gradient is accumulated in an fp32 buffer if that takes less memory.
+Precision. A 16-bit weight gradient is rounded once a chunk. To keep its error within 1.5 times that of one GEMM over
+all rows, a loss without targets has at most MAX_CHUNKS chunks, a loss with targets MAX_CHUNKS_WITH_TARGETS. With more
+than MAX_PLAIN_CHUNKS, targets' entries are accumulated separately (`head_targets.py`). If the memory limit gives more
+chunks, they become larger, or the gradient is accumulated in an fp32 buffer if that takes less memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MAX_ROWS = 4096
 MAX_ROWS_DIVERGENCE = 8192
 DEFAULT_MIB = 1024
 STEP = 256
-"""Every chunk but the last has a multiple of this number of rows."""
+"""Every chunk but the last has a multiple of this number of rows (except in `plan_groups`)."""
 MAX_PLAIN_CHUNKS = 2
 MAX_CHUNKS = 4
 MAX_CHUNKS_WITH_TARGETS = 8
@@ -130,8 +130,8 @@ def sums_in_fp32(op: str, accum_dtype: torch.dtype | None, weight: torch.Tensor)
 class CountedRows:
     """The number of `labels` (any shape) that are not ignore_index, counted on the device and copied to the host.
 
-    labels: a tensor, or a tuple of tensors of which the loss takes one; the largest count is used. The loss may ignore
-    more rows than these labels do (shifted labels, for example). If it ignores fewer, a device-side assertion fails.
+    labels: a tensor, or a tuple of tensors if the loss will take one of them; the largest count is used. The loss may
+    ignore more rows than these labels (shifted labels, for example). If it ignores fewer, the device asserts.
     """
 
     def __init__(self, labels: Any, ignore_index: int = -100) -> None:
@@ -597,7 +597,7 @@ _fp32_result: dict[str, bool] = {}
 
 
 def _is_unsupported(error: RuntimeError) -> bool:
-    """Whether torch refused the call because the device has no such GEMM."""
+    """Whether torch raised this error because the device has no GEMM of 16-bit factors with an fp32 result."""
     messages = "out_dtype", "output type float is not supported"  # the latter with ROCm before torch 2.10
     return isinstance(error, NotImplementedError) or any(words in str(error) for words in messages)
 
