@@ -432,7 +432,7 @@ class LigerFusedNeighborhoodAttention(torch.nn.Module):
 
 
 class LigerFusedNeighborhoodAttentionLayer(torch.nn.Module):
-    """x + attention(layer_norm(x)). Arguments: those of `LigerFusedNeighborhoodAttention`, and the norm's epsilon."""
+    """x + attention(layer_norm(x)). Arguments: as for `LigerFusedNeighborhoodAttention`, and the norm's epsilon."""
 
     def __init__(
         self,

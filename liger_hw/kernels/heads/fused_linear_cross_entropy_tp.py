@@ -6,7 +6,7 @@ taken over all ranks. It has the same bits on every rank.
 
 A chunk of rows (linear_head.py) costs three GEMMs over this rank's columns. The ranks communicate during the GEMMs:
     logits    are computed in two halves of the chunk's rows. The log-sum-exps of the first half are exchanged while the
-              logits of the second are computed; those of the second, while the gradient of the first is written
+              second half's logits are computed; the second half's, while the first half's gradient is written
     dx        is summed over the ranks, in the input's dtype, while dweight is computed. Under sequence parallelism each
               rank holds some rows of the input; all are gathered first, and dx is summed by a reduce-scatter
 Numbers that only the loss needs, such as the target's logit, are exchanged once, after the last chunk. The forward

@@ -13,7 +13,7 @@ GEMM over all rows rounds the sum of these entries once, but every chunk rounds 
 If a configuration fails, only that launch is repeated: a head that communicates between ranks must not run again.
 Nothing waits for the device, and no order of summation depends on timing. The frequent targets take max_frequent *
 hidden fp32 numbers, and max_frequent more columns of a chunk's logits; `plan_chunks` counts both.
-benchmarks/rounding.py compares the errors with those of one GEMM.
+benchmarks/rounding.py compares the errors with one GEMM's.
 """
 
 from __future__ import annotations

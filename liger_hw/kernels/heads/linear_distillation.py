@@ -53,7 +53,7 @@ class DistillationCall(NamedTuple):
 
 
 def linear_distillation_reference(x, weight, teacher, teacher_weight, labels, options: Distillation, per_row: int):
-    """The soft loss in plain torch. teacher: hidden states, or probabilities if teacher_weight is None."""
+    """The soft loss in plain torch. teacher: hidden states, or without teacher_weight probabilities."""
     if teacher_weight is None:
         logits = reference_logits(x, weight), teacher.detach()
     else:
@@ -139,7 +139,7 @@ def linear_distillation_operator(
     def misfit(x, weight, bias, teacher, teacher_weight, *_) -> str:
         if teacher_weight is None and teacher.shape[1] != weight.shape[0]:
             expected = f"[{x.shape[0]}, {weight.shape[0]}]"
-            return f"teacher must be {expected} if teacher_weight is None, got {list(teacher.shape)}"
+            return f"teacher must be {expected} without teacher_weight, got {list(teacher.shape)}"
         return ""
 
     return define(

@@ -30,7 +30,7 @@ Ignored rows (prompts, padding) can be left out of the products, but the host mu
 Patched models make one; your own training loop passes it as `compact`. Inside torch.compile and while a graph is
 captured every row is computed.
 
-Precision. A 16-bit weight gradient is rounded once a chunk. To keep its error within 1.5 times that of one GEMM over
+Precision. A 16-bit weight gradient is rounded once a chunk. To keep its error within 1.5 times the error of a GEMM over
 all rows, a loss without targets has at most MAX_CHUNKS chunks, a loss with targets MAX_CHUNKS_WITH_TARGETS. With more
 than MAX_PLAIN_CHUNKS, targets' entries are accumulated separately (`head_targets.py`). If the memory limit gives more
 chunks, they become larger, or the gradient is accumulated in an fp32 buffer if that takes less memory.

@@ -183,7 +183,7 @@ def _fused_moe_weights_kernel(
 ):
     """dW[expert] [n_p, n_q] = p^T @ q over the expert's rows, summed in fp32 and rounded once; zeros without rows.
 
-    The largest experts come first, so that none of them starts late. A program computes TILES tiles in one loop over
+    The largest experts come first, so that no large expert starts late. A program computes TILES tiles in one loop over
     their steps, so that the next tile is loaded while one is stored.
     """
     p_tiles = tl.cdiv(n_p, BLOCK_M)

@@ -105,7 +105,7 @@ def liger_mhc_forward(
     """The streams x [..., n_streams, n_cols] after `layer`, a function [..., n_cols] -> [..., n_cols].
 
     The layer's input is cast to the dtype of the layer's first parameter, if it has one. The other arguments and errors
-    are those of `liger_mhc_coeffs`. Returns a tensor like x; with return_coeffs also (h_pre, h_post, h_res).
+    are as for `liger_mhc_coeffs`. Returns a tensor like x; with return_coeffs also (h_pre, h_post, h_res).
     """
     numbers = {"tmax": tmax, "rms_eps": rms_eps, "pre_eps": pre_eps, "sinkhorn_eps": sinkhorn_eps}
     alphas = alpha_pre, alpha_post, alpha_res

@@ -158,7 +158,7 @@ def mix(tunable: Tunable, x: torch.Tensor, f: Any, h: torch.Tensor, p: Any, y: t
 
 
 def mix_backward(tunable: Tunable, dy: Any, x: Any, f: Any, h: Any, p: Any) -> tuple[torch.Tensor | None, ...]:
-    """(dx, df, dh, dp); df and dp are None if f is None. All tensors are contiguous."""
+    """(dx, df, dh, dp); without f, df and dp are None. All tensors are contiguous."""
     dx, df, dh, dp = (None if t is None else empty_like(t, t.dtype) for t in (x, f, h, p))
     if x.numel():
         _launch(tunable, x, dy, (dy, x, f, h, p, dx, df, dh, dp))
