@@ -42,13 +42,14 @@ class Choice:
     """Writes `Chosen` into the configuration of one live model, for a report to undo; see `report.Patch`."""
 
     def __init__(self, config: Any) -> None:
-        self.config = config
+        self.config, self.chosen = config, Chosen(getattr(config, CHOICE))
 
     def apply(self) -> None:
-        setattr(self.config, CHOICE, Chosen(getattr(self.config, CHOICE)))
+        setattr(self.config, CHOICE, self.chosen)
 
     def revert(self) -> bool:
-        release(self.config)
+        if getattr(self.config, CHOICE) is self.chosen:  # not the choice of another patch, if models share it
+            release(self.config)
         return True
 
 

@@ -383,6 +383,18 @@ def test_a_custom_experts_implementation_stays():
     assert isinstance(found, probing.Refused) and "experts_implementation='sonicmoe' was asked for" in found.reason
 
 
+def test_a_revert_leaves_the_choice_of_a_later_patch():
+    config = tiny_config(transformers.MixtralConfig)
+    first, second = (transformers.MixtralForCausalLM(config) for _ in range(2))
+    report = liger_hw.patch(first)
+    second.set_experts_implementation("eager")
+    later = liger_hw.patch(second)
+    report.revert()
+    assert config._experts_implementation == "liger_hw"
+    later.revert()
+    assert config._experts_implementation == "eager"
+
+
 def test_copies_and_pickles(moe_calls):
     model = tiny_model(transformers.MixtralForCausalLM).eval()
     ids = torch.tensor([[5, 6, 7, 8]])
