@@ -31,8 +31,8 @@ def _config(warps: int = 4, stages: int = 1, ctas: int = 0, **vendor) -> LaunchC
 
 
 BAD = [
-    ("sm90", _config(64), {}, "64 warps of 32 are 2048 threads; sm90 takes 1024"),
-    ("gfx942", _config(32), {}, "32 warps of 64 are 2048 threads; gfx942 takes 1024"),
+    ("sm90", _config(64), {}, "64 warps of 32 are 2048 threads; sm90 allows 1024"),
+    ("gfx942", _config(32), {}, "32 warps of 64 are 2048 threads; gfx942 allows 1024"),
     ("sm90", _config(3), {}, "not a power of two"),
     ("sm90", _config(stages=0), {}, "outside 1..8"),
     ("sm90", _config(ctas=64), {}, "outside 0..32"),
