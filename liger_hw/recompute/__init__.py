@@ -1,6 +1,6 @@
-"""Activation memory as a dial: a level says what backward keeps and what it computes again (docs/activations.md).
+"""Activation memory by levels: which tensors are kept for backward, and which it computes again (docs/activations.md).
 
-    with liger_hw.activations("cheap"):          # for our ops in the block
+    with liger_hw.activations("cheap"):          # for liger_hw's ops in the block
         loss = model(**batch).loss
     loss.backward()
 

@@ -1,10 +1,10 @@
-"""Sets the levels of layers: a layer's forward then runs in its level's scope, or checkpointed.
+"""Sets the levels of decoder layers. A layer's forward then runs in its level's scope, or under a checkpoint.
 
-A `Dial` replaces the forward of each decoder layer of one model, `class_patch` the forward of the layers' class. With
-"fit" or a size the levels are planned in the first forward that trains, and again for a larger batch.
+A `Dial` replaces the forward of each layer of one model, `class_patch` the forward of the layers' class. With "fit" or
+a size the levels are planned in the first training forward, and again for a larger batch.
 
-`put_default` sets the last layer to `cheap` for a patch with the fused loss that names no levels: a step's peak is in
-the loss, where logits come on top of all that was kept. Small inputs, whose steps are bound by Python, are left out.
+`put_default` sets the last layer to `cheap` if a patch has the fused loss and the user names no level: peak memory is
+reached in the loss. Layers with small inputs keep everything, as Python's time bounds their steps.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .planner import Prediction, of_module, usable
 log = logging.getLogger("liger_hw")
 _PART = "activations"
 _DEFAULT = "activations by default"
-"""The report's part for default levels, over which a user may set others."""
+"""Marks a default level, which a level that the user names may replace; `_PART` marks the user's."""
 _SCOPES = {"keep": recipes.KEEP, "cheap": recipes.CHEAP, "mlp": recipes.MLP}
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The decoder layers: the largest `ModuleList` of layers that transformers can checkpoint, else of any modules.
+    """The decoder layers: the `ModuleList` with most parameters, preferring layers that transformers can checkpoint.
 
-    A list whose last layer has the model's last `layer_idx` precedes larger ones, such as a vision tower's. Raises
+    A list whose last layer has the model's last `layer_idx` comes first, before a larger vision tower. Raises
     `ValueError` if the model has no `ModuleList`.
     """
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
@@ -56,22 +56,22 @@ def _is_layer(module: torch.nn.Module) -> bool:
 
 
 def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recipes.Scope | Dial":
-    """A context in which activations are kept or recomputed by level; with a model, in each of its layers.
+    """Keep or recompute activations by level: of our ops in a `with` block, or of each layer of a model.
 
     setting: `keep`, `cheap`, `mlp`, `full`, `tiled` or `offload` (levels.py describes them). With a model also a
     sequence with one level for each layer, a mapping from layer index to level, `fit` (the fastest mix that fits the
     device's memory), or a size such as `80GiB`.
     model: a live model with a list of layers. Its levels hold until `revert()` or the end of the `with` block.
 
-    Gradients are bit-identical to keeping everything, but for an MLP's weights at `tiled` and `offload`, whose
-    gradients are fp32 sums over tiles, rounded once. Raises `ValueError` for an invalid setting.
+    Gradients are bit-identical to those of `keep`. Only gradients of an MLP's weights at `tiled` and `offload` differ:
+    these are fp32 sums over tiles, rounded once. Raises `ValueError` for an invalid setting.
     """
     if model is not None:
         return Dial(model, setting)
     if is_budget(setting) or not isinstance(setting, str) or setting in CHECKPOINTED:
         raise ValueError(
-            f"activations({setting!r}) needs to know the layers: pass the model too, activations({setting!r}, model), "
-            "or activations= of its apply_liger_kernel_to_* function; keep, cheap and mlp work without"
+            f"activations({setting!r}) needs the model's layers: call activations({setting!r}, model), or pass "
+            "activations= to its apply_liger_kernel_to_* function; keep, cheap and mlp need no model"
         )
     return recipes.Scope(_SCOPES[check_level(setting)])
 
@@ -82,44 +82,44 @@ def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recip
 def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """`forward(*args, **kwargs)` of a layer at a level.
 
-    As in transformers, a checkpointed layer fills no cache in training, and with a cache in `eval()` it is not
-    checkpointed. Raises `ValueError` in training for a cache that has tokens, such as prefix tuning's.
+    As in transformers, a checkpointed layer gets no cache in training, and is not checkpointed if it gets one in
+    `eval()`. Raises `ValueError` in training for a cache that has tokens, such as prefix tuning's.
     """
     checkpointed_already = level in CHECKPOINTED and recipes.inside_foreign_hooks()
     caches = _caches(args, kwargs) if level in CHECKPOINTED else []
-    fills = bool(caches) and not layer.training
-    if checkpointed_already or fills or not torch.is_grad_enabled():
+    fills_cache = bool(caches) and not layer.training
+    if checkpointed_already or fills_cache or not torch.is_grad_enabled():
         if checkpointed_already and level == "offload":
-            recipes.say_once(
+            recipes.log_once(
                 "activations: level offload moves no layer inputs to the host under another checkpoint "
                 "(gradient_checkpointing); turn that off"
             )
         with Tiles() if level in ("tiled", "offload") else contextlib.nullcontext():
             return forward(*args, **kwargs)
     if level not in CHECKPOINTED:
-        aside = recipes.inside_foreign_hooks()
+        hooked = recipes.inside_foreign_hooks()
         if level != "keep" and recipes.hooks_may_write(layer):
-            recipes.say_once(
-                f"activations: level {level} keeps everything in layers whose modules have hooks, since these may "
-                "write to what would be computed again (`output.data`); level full runs hooks again",
+            recipes.log_once(
+                f"activations: level {level} keeps everything in layers whose modules have hooks: a hook may write to "
+                "an output's `.data`, which would not be repeated; level full runs hooks again",
                 logging.WARNING,
             )
             level = "keep"
         with recipes.Scope(_SCOPES[level]) as scope:
             returned = forward(*args, **kwargs)
-        if level != "keep" and not scope.left_out and not aside:
-            _say_nothing_saved(level, layer, returned)
+        if level != "keep" and not scope.handles and not hooked:
+            _warn_nothing_saved(level, layer, returned)
         return returned
     if any(_has_tokens(cache, layer) for cache in caches):
-        words = f"level {level} computes layers again and cannot read a cache that has tokens (prefix tuning)"
+        words = f"level {level} recomputes layers, which cannot read a cache that has tokens (prefix tuning)"
         raise ValueError(f"activations: {words}; name keep, cheap or mlp")
     if caches:
-        recipes.say_once("a layer that is recomputed cannot fill a cache: it gets None instead, as in transformers")
+        recipes.log_once("a layer that is recomputed cannot fill a cache; as in transformers, it gets none")
         args = tuple(None if _is_cache(arg) else arg for arg in args)
         kwargs = {name: None if name in _CACHES or _is_cache(arg) else arg for name, arg in kwargs.items()}
     options = {} if level == "full" else {"context_fn": lambda: (Tiles(), Tiles())}  # for forward, for recomputation
     if isinstance(forward, functools.partial) and getattr(forward.args[0], "gradient_checkpointing", False):
-        # transformers' own checkpoint inside this one would compute a layer thrice
+        # with transformers' checkpoint inside this one, the layer would be computed three times
         forward = functools.partial(getattr(forward.func, "__wrapped__", forward.func), *forward.args)
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
     memory = host_memory(device) if level == "offload" else None
@@ -128,7 +128,7 @@ def run_at(level: str, layer: torch.nn.Module, forward: Callable[..., Any], args
 
 
 _CACHES = "cache", "past_key_values"
-"""Names of a layer's cache: since transformers 5.24, and before. Others are known by their methods."""
+"""Keywords of a layer's cache, since transformers 5.24 and before. `_is_cache` recognises caches under other names."""
 
 
 def _caches(args: tuple, kwargs: dict) -> list[Any]:
@@ -141,25 +141,25 @@ def _is_cache(arg: Any) -> bool:
 
 
 def _has_tokens(cache: Any, layer: torch.nn.Module) -> bool:
-    """Whether a cache has tokens of this layer. False for recurrent caches, which do not count tokens."""
+    """Whether a cache has tokens of this layer. False for caches of recurrent layers, which do not count tokens."""
     try:
         if not cache.get_seq_length():
             return False
         index = _place(layer)[0] or 0
         return index in getattr(cache, "transformer_layers", (index,)) and bool(cache.get_seq_length(index))
-    except (AttributeError, ValueError):  # another kind of cache; a recurrent layer, since transformers 5
+    except (AttributeError, ValueError):  # an unknown kind of cache; a recurrent layer, since transformers 5
         return False
 
 
-def _say_nothing_saved(level: str, layer: torch.nn.Module, returned: Any) -> None:
-    """Warn once of a layer that keeps everything at its level, unless it is frozen and keeps nothing."""
+def _warn_nothing_saved(level: str, layer: torch.nn.Module, returned: Any) -> None:
+    """Warn once that a layer keeps everything at its level. A frozen layer, which keeps nothing, gets no warning."""
     first = returned[0] if isinstance(returned, tuple) else returned
     if not isinstance(first, torch.Tensor) or not first.requires_grad:
         return
-    recipes.say_once(
-        f"activations: level {level} saves no memory in {type(layer).__name__}: its backward needs nothing that can be "
-        "computed again. The cause is torch's tensor parallelism (DTensors), a device without kernels, or unpatched "
-        "norms and gates. Level full works there too",
+    recipes.log_once(
+        f"activations: level {level} saves no memory in {type(layer).__name__}: none of its kept tensors can be "
+        "recomputed. The cause is torch's tensor parallelism (DTensors), a device without kernels, or unpatched norms "
+        "and gates. Level full works there too",
         logging.WARNING,
     )
 
@@ -168,9 +168,9 @@ def _say_nothing_saved(level: str, layer: torch.nn.Module, returned: Any) -> Non
 
 
 class Choice:
-    """The levels of a model's `count` layers: named by the setting, or planned when training begins.
+    """The levels of a model's `count` layers: named by the setting, or planned in the first training forward.
 
-    config: the model's; prediction: of the plan, if there is one; planned_for: (batch, sequence length) of the plan
+    planned_for, prediction: (batch, sequence length) and Prediction of the plan, or None
     """
 
     def __init__(self, setting: Any, count: int, config: Any) -> None:
@@ -180,14 +180,14 @@ class Choice:
         self.planned_for: tuple[int, int] | None = None
 
     def level(self, index: int, source: torch.nn.Module, args: tuple, kwargs: dict) -> str:
-        """The level of layer `index`, called with these arguments. source: a module to read dtypes and sharding from"""
+        """The level of layer `index` in this call. source: the module whose dtypes and sharding the planner reads"""
         first = not index or self.planned_for is None  # later stages of a pipeline have no layer 0
         if self.planning and first and torch.is_grad_enabled():
             self._plan(source, args, kwargs)
         return self.levels[index]
 
     def _plan(self, source: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        """Plan for this batch, unless a plan for one as large exists."""
+        """Plan for this batch, unless the current plan is for as many tokens."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or recipes.inside_foreign_hooks():
             return
@@ -210,9 +210,9 @@ class Choice:
 
 
 class Dial:
-    """The levels of one live model's layers, until `revert()` or the end of its `with` block.
+    """Levels set on the layers of one live model, until `revert()` or the end of the `with` block.
 
-    levels: of the layers now; prediction: of the plan, if there is one. `activations` describes `setting`.
+    levels: each layer's current level; prediction: the plan's, or None. `activations` describes `setting`.
     """
 
     def __init__(self, model: torch.nn.Module, setting: Any) -> None:
@@ -242,11 +242,11 @@ class Dial:
 
         @functools.wraps(forward)
         def at_its_level(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # `self` may be a copy of the layer, and FSDP2 may have replaced the layer's class
+            # `self` may be a copy of the layer, and FSDP2 replaces a layer's class
             unbound = type(self).forward if of_class else function
             layer_forward = forward if unbound is None else functools.partial(unbound, self)
             if torch.compiler.is_compiling():
-                recipes.note_compiling()
+                recipes.log_compiling()
                 return layer_forward(*args, **kwargs)
             return run_at(choice.level(index, model, args, kwargs), self, layer_forward, args, kwargs)
 
@@ -262,7 +262,7 @@ class Dial:
         return self._choice.prediction
 
     def revert(self) -> bool:
-        """Put every layer's forward back; False while other code has replaced one. A second call does nothing."""
+        """Put every layer's forward back; False if other code has replaced one, which a later call tries again."""
         with PATCH_LOCK:
             self._patches = [patch for patch in reversed(self._patches) if not patch.revert()][::-1]
         return not self._patches
@@ -280,8 +280,8 @@ class Dial:
 def class_patch(cls: type, setting: Any) -> Patch:
     """The patch that gives every layer of class `cls` its level, in existing models and in new ones.
 
-    A layer's index and its model's config are read from its modules (`layer_idx`, `config`). If they have none, all
-    layers have one level, and other settings raise `ValueError`.
+    A layer's index and its model's config are read from its modules (`layer_idx`, `config`). Without them `setting`
+    must be one level for all layers, else the layer's forward raises `ValueError`.
     """
     original, switch = cls.forward, [True]
     _check_has_no_level(original, cls.__name__)
@@ -295,15 +295,15 @@ def class_patch(cls: type, setting: Any) -> Patch:
         if setting in LEVELS:
             return None, None
         raise ValueError(
-            f"activations={setting!r}: {cls.__name__} does not know its place in the model; patch a live model "
-            "(model=...) or name one level for all layers"
+            f"activations={setting!r}: {cls.__name__} has no layer_idx or config to find its level by; patch a live "
+            "model (model=...) or name one level for all layers"
         )
 
     @functools.wraps(original)
     def at_its_level(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         forward = functools.partial(original, self)
         if torch.compiler.is_compiling():
-            recipes.note_compiling()
+            recipes.log_compiling()
             return forward(*args, **kwargs)
         if not switch:
             return forward(*args, **kwargs)
@@ -325,10 +325,10 @@ def _place(layer: torch.nn.Module) -> tuple[int | None, Any]:
 
 
 def _on_class(cls: type, forward: Callable[..., Any], part: str, switch: list[bool]) -> Patch:
-    """The patch of a layer class's forward by `forward`, inside the wrapper that checkpoints in transformers: its
-    GradientCheckpointingLayer puts one around the forward of every subclass.
+    """The patch of a layer class's forward by `forward`, inside the checkpointing wrapper that transformers'
+    GradientCheckpointingLayer puts around the forward of every subclass.
 
-    switch: turns the forward off in FSDP2's subclass of a layer, which has a wrapper too and outlives the patch
+    switch: emptied by revert; FSDP2's subclass of a layer has a wrapper too, which outlives the patch
     """
     replacement = vars(type(cls.__name__, (cls,), {"forward": forward}))["forward"]
     mark(replacement, part, _PART, switch)
@@ -338,15 +338,15 @@ def _on_class(cls: type, forward: Callable[..., Any], part: str, switch: list[bo
 def _check_has_no_level(forward: Callable[..., Any], name: str) -> None:
     if getattr(forward, PATCH_MARK, ("",))[0] == _PART and getattr(forward, SWITCH, True):
         raise ValueError(
-            f"activations: {name} has its levels already; revert() that call before asking for others (for a copy of "
-            "a patched model, call liger_hw.revert(model))"
+            f"activations: {name} has a level already; revert() that first (in a copy of a patched model: "
+            "liger_hw.revert(model))"
         )
 
 
 def put_on(
     report: PatchReport, setting: Any, model: torch.nn.Module | None, samples: Sequence[torch.nn.Module]
 ) -> None:
-    """Set the `activations=` of a patch function for a live model, or for the layer classes of samples."""
+    """Apply `activations=` of a patch function to a live model, or to the layer classes of samples."""
     if model is not None:
         dial = Dial(model, setting)
         report.patches.append(dial)
@@ -367,10 +367,10 @@ def put_on(
 
 
 def put_default(report: PatchReport, model: torch.nn.Module | None, samples: Sequence[torch.nn.Module]) -> None:
-    """Put the last layer of a live model, or of all models with the layer classes of samples, at `cheap`.
+    """Set the last layer to `cheap`: of a live model, or of all models with the layer classes of samples.
 
-    Does nothing if there are no layers, if the layer has a level or a replaced forward, or, for classes, if the class
-    is another family's or has no `layer_idx`.
+    Does nothing if there is no list of layers, if the last layer has a level or a replaced forward, or, for classes, if
+    the class is another family's or has no `layer_idx`.
     """
     for sample in samples if model is None else (model,):
         try:
@@ -379,8 +379,8 @@ def put_default(report: PatchReport, model: torch.nn.Module | None, samples: Seq
             continue
         slot, cls, switch = forward_slot(layer), type(layer), [True]
         forward = getattr(layer, slot)
-        its_own = getattr(forward, "__self__", None) is layer and forward.__func__ is cls.forward
-        if not its_own or hasattr(forward, PATCH_MARK):
+        unchanged = getattr(forward, "__self__", None) is layer and forward.__func__ is cls.forward
+        if not unchanged or hasattr(forward, PATCH_MARK):
             continue
         if model is not None:
             function = last_at_cheap(cls.forward, None, switch)

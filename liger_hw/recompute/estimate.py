@@ -1,8 +1,8 @@
-"""Seconds and bytes of a training step with Hugging Face's code, with Liger and with liger_hw.
+"""Tokens per second and peak bytes of a training step with Hugging Face's code, with Liger and with liger_hw.
 
-For liger_hw the planner predicts them, at the share of the data sheet's rates that an H200 reaches. `ARMS` has the
-further costs of the others, fitted to six models on one H200. A test holds the estimate to 10% of each of them, of two
-models timed later, and of a whole model on several devices.
+For liger_hw the planner predicts them. Any device is assumed to reach the share of its data sheet that an H200 does.
+`ARMS` has the additional costs of Hugging Face and Liger, fitted to six models on one H200. A test requires estimates
+within 10% for these models, two models timed later, and a whole model on several devices.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from .levels import DEFAULT, level_of_each
 from .planner import BANDWIDTH, GEMM_RATE, Assumptions, Planner
 
 GEMM_SHARE = GEMM_RATE / 989e12
-"""Share of an H200's data sheet that a step reaches: dense bf16 rate."""
+"""Share of the data sheet's dense bf16 rate that a step reaches on an H200."""
 COPY_SHARE = BANDWIDTH / 4.8e12
-"""The same for the bandwidth of a large copy."""
+"""Share of the data sheet's bandwidth that a large copy reaches on an H200."""
 LORA_SHARE = 0.005
-"""Trained share of the parameters under LoRA: about rank 16 on all linears of 8B parameters."""
+"""Trained share of the parameters under LoRA: about rank 16 on all linears of an 8B model."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Costs of a way of training.
+    """One of the compared codes, and its costs.
 
     small: bytes that norms, gates and rotary embeddings move, relative to fused kernels; experts: time of a layer's
     experts, relative to fused_moe
-    logit, chunk: bytes moved beside the planner's count, for each logit, and for each element of the head's weight in
-    each of Liger's chunks; kept_logit: bytes at the peak for each logit, beside the planner's count
-    fused_loss, level: as the planner takes them
+    logit, chunk: bytes moved beyond the planner's count, for each logit, and in each of Liger's chunks for each element
+    of the head's weight; kept_logit: bytes at the peak for each logit, beyond the planner's count
+    fused_loss: as in `Assumptions`; level: of its layers
     """
 
     name: str
@@ -61,7 +61,7 @@ GPUS = {
     "mi355x": (2517, 287),
     "max1550": (839, 127),
 }
-"""Device -> (dense bf16 TFLOP/s of its data sheet, GiB for a program). Only `h200` was measured."""
+"""Device -> (dense bf16 TFLOP/s of its data sheet, GiB that a program can allocate). Only `h200` was measured."""
 
 
 @dataclass(frozen=True)
@@ -113,19 +113,19 @@ def estimates(
 
 
 def trains_in_fp32(gpus: int, engine: str, lora: bool) -> bool:
-    """Whether accelerate keeps parameters in fp32 under bf16 autocast, as it does for trained ones under FSDP2."""
+    """Whether parameters are fp32: under FSDP2 and bf16 autocast accelerate keeps trained ones so."""
     return gpus > 1 and engine == "fsdp2" and not lora
 
 
 def _chunks(planner: Planner) -> int:
-    """Number of chunks of logits in Liger's fused loss; their rows are a power of two."""
+    """Number of chunks of Liger's fused loss, whose rows are a power of two."""
     rows = -(-planner.tokens // -(-planner.model.vocab // planner.model.hidden))
     return -(-planner.tokens // (1 << (rows - 1).bit_length()))
 
 
 def _more_kept(planner: Planner) -> int:
-    """Bytes that transformers' layers keep and fused kernels do not: the gate's activation, and of each norm its input
-    in fp32 and its normalised input."""
+    """Bytes that a transformers layer keeps beyond fused kernels: the gate's activation, and of each norm the input in
+    fp32 and the normalised input."""
     m, tokens = planner.model, planner.tokens
     normed = m.hidden * (4 if m.sandwich else 2) + ((m.heads + m.kv_heads) * m.head_dim if m.qk_norm else 0)
     return tokens * (2 * planner.wide + 6 * normed)

@@ -1,14 +1,14 @@
-"""The settings that a user may give, and the level of each layer that follows.
+"""Levels of recomputation, and the settings of `activations=` from which each layer's level follows.
 
 keep    nothing is recomputed, as in torch
-cheap   outputs of norms, gated activations and rotated QK norms are recomputed (recipes.py)
-mlp     the gate and up projections are recomputed too
+cheap   outputs of norms, gated activations and QK norms with rotary embedding are recomputed (recipes.py)
+mlp     outputs of the gate and up projections are recomputed too
 full    the whole layer is recomputed from its input, as by transformers' gradient checkpointing
 tiled   as full, and the MLP of a long sequence runs in tiles, without wide intermediates for all tokens
-offload as tiled, and the layer's input waits in host memory
+offload as tiled, and the layer's input is kept in host memory
 
-Under `mlp` and `full` the last layer is at `cheap`: its backward comes first, before anything is freed, so recomputing
-more would not lower the peak. Under `offload` it is at `tiled`: its input is needed at once.
+If a user names `mlp` or `full` for a model, the last layer is at `cheap`. Its backward comes first, before other layers
+free memory, so recomputing more would not lower the peak. Under `offload` it is at `tiled`: its input is needed first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHECKPOINTED = ("full", "tiled", "offload")
 LAST = {"mlp": "cheap", "full": "cheap", "offload": "tiled"}
 """Level of a model -> level of its last layer, where they differ."""
 DEFAULT: Levels = {-1: "cheap"}
-"""The setting of a patch with the fused loss, unless the user names another."""
+"""The default of `activations=` in a patch with the fused loss."""
 FIT = "fit"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)", re.IGNORECASE)
 _UNITS = {"gib": 1 << 30, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
@@ -41,7 +41,7 @@ def parse_size(text: str) -> int | None:
 
 
 def is_budget(setting: Any) -> bool:
-    """Whether the planner chooses the levels."""
+    """Whether a setting is `fit` or a size, for which the planner chooses the levels."""
     return isinstance(setting, str) and (setting == FIT or parse_size(setting) is not None)
 
 
@@ -49,14 +49,14 @@ def check_level(level: Any) -> str:
     """`level` itself. Raises `ValueError` for an unknown one."""
     if level not in LEVELS:
         raise ValueError(
-            f"activations: unknown level {level!r}; there are {', '.join(LEVELS)}, and for a model 'fit' or a size as "
-            "'80GiB'"
+            f"activations: unknown level {level!r}; there are {', '.join(LEVELS)}, and for a model 'fit' or a size "
+            "such as '80GiB'"
         )
     return level
 
 
 def level_of_each(setting: Any, layers: int) -> tuple[str, ...]:
-    """The level of every layer, from any of `Levels` that is no budget. Raises `ValueError`.
+    """The level of every layer, from a setting other than `fit` or a size. Raises `ValueError` for an invalid one.
 
     In a mapping negative indices count from the end, and layers without an entry are at `keep`.
     """

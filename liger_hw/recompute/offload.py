@@ -4,8 +4,8 @@
         y = checkpoint(layer, x)              # x is copied to the host on a side stream while the layer computes
 
 Forward copies layer i's input while layer i computes, and frees it on the device when layer i + 1 begins. Backward
-starts the copy of layer i - 1's input when it needs layer i's. So at most two layers' inputs are on the device, and
-copies are hidden if a layer computes for longer than the copy of its input takes.
+starts the copy of layer i - 1's input when it needs layer i's. So at most two layers' inputs are on the device. Copies
+are hidden if a layer computes for longer than its input is copied.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .. import env
 from . import recipes
 
 CHUNK = 64 << 20
-"""Bytes of one piece of pinned memory: a power of two, to which torch rounds pinned allocations up."""
+"""Bytes of one pinned allocation. torch rounds these up to a power of two."""
 SMALLEST = 1 << 20
 """Tensors of fewer bytes stay on the device."""
 SHARE = 0.8
-"""Share of the host memory free at first use that may be pinned."""
+"""Share of the host memory that may be pinned, of what is free at first use."""
 
 
 class HostMemory:
-    """Pinned memory for tensors of one device, which all steps reuse, and the stream that copies.
+    """Pinned host memory for one device's tensors, reused by every step, and the stream that copies.
 
-    limit: bytes that may be pinned; pinned: bytes that are. Beyond it tensors stay on the device, with one warning.
+    pinned: bytes that are pinned; limit: bytes that may be. Beyond it tensors stay on the device, with one warning.
     """
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
@@ -43,7 +43,7 @@ class HostMemory:
         self.free: list[torch.Tensor] = []
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
-        self._latest: Any = lambda: None  # a weak reference to the newest entry, whose copy may not have ended
+        self._newest: Any = lambda: None  # weak reference to the newest _OnHost, whose copy may not have ended
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """A context in which autograd saves tensors of this device on the host."""
@@ -54,7 +54,7 @@ class HostMemory:
     def _pack(self, t: torch.Tensor) -> "tuple[torch.Tensor, int] | _OnHost":
         if t.device != self.device or t.nbytes < SMALLEST or type(t) is not torch.Tensor:
             return recipes.pack_kept(t)
-        self._finish_leaving()
+        self._finish_offload()
         chunks = self._take(t.nbytes)
         if chunks is None:
             return recipes.pack_kept(t)
@@ -63,21 +63,21 @@ class HostMemory:
         with self._module.stream(self._stream):
             for chunk, part in zip(chunks, _parts(source)):
                 chunk[: part.numel()].copy_(part, non_blocking=True)
-            entry = _OnHost(self, chunks, source, self._stream.record_event(), self._latest)
-        self._latest = weakref.ref(entry)
+            entry = _OnHost(self, chunks, source, self._stream.record_event(), self._newest)
+        self._newest = weakref.ref(entry)
         return entry
 
-    def _finish_leaving(self) -> None:
-        """Let the computing stream wait for the newest copy to the host, after which its source may be freed."""
-        if (latest := self._latest()) is not None:
-            latest.left()
+    def _finish_offload(self) -> None:
+        """Let the computing stream wait for the newest copy to the host, whose source is then freed."""
+        if (newest := self._newest()) is not None:
+            newest.finish_offload()
 
     def _take(self, nbytes: int) -> list[torch.Tensor] | None:
-        """Chunks for `nbytes`, or None beyond the limit."""
+        """Chunks of pinned memory for `nbytes`, or None beyond the limit."""
         count = -(-nbytes // CHUNK)
         missing = count - len(self.free)
         if self.pinned + missing * CHUNK > self.limit:
-            recipes.say_once(
+            recipes.log_once(
                 f"activations: level offload keeps a layer's input of {nbytes / 2**30:.2f} GiB on the device: "
                 f"{self.pinned / 2**30:.1f} GiB of host memory are pinned, of at most {self.limit / 2**30:.1f} "
                 f"({SHARE:.0%} of what was free). Give fewer layers the level offload, or the host more memory",
@@ -93,20 +93,20 @@ class HostMemory:
             self.free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.device.type != "cpu"))
             self.pinned += CHUNK
 
-    # -- and back ----------------------------------------------------------------------------------------------------
+    # -- to the device -----------------------------------------------------------------------------------------------
 
     def _unpack(self, packed: "tuple[torch.Tensor, int] | _OnHost") -> torch.Tensor:
         if type(packed) is tuple:
             return recipes.unpack(packed)
-        self._finish_leaving()
-        value = packed.arrive()
+        self._finish_offload()
+        value = packed.fetch()
         before = packed.before()
         if before is not None:
-            before.start()
+            before.start_fetch()
         return value
 
     def copy_back(self, chunks: list[torch.Tensor], like: "_OnHost") -> tuple[torch.Tensor, Any]:
-        """(device tensor that is copied to, event at the end of the copy)."""
+        """(tensor on the device, event at the end of the copy to it). like: has its shape and dtype"""
         value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         self._stream.wait_stream(self._module.current_stream(self.device))  # earlier kernels may use the memory
         with self._module.stream(self._stream):
@@ -120,46 +120,45 @@ class HostMemory:
 
 
 class _OnHost:
-    """A tensor on the host. before: weak reference to the tensor saved before it, which backward needs next"""
+    """A tensor on the host. before: weak reference to the _OnHost saved before it, which backward needs next"""
 
     def __init__(
         self, memory: HostMemory, chunks: list[torch.Tensor], source: torch.Tensor, end: Any, before: Any
     ) -> None:
         self.memory, self.chunks, self.before = memory, chunks, before
         self.shape, self.dtype = source.shape, source.dtype
-        self._leaving: tuple[torch.Tensor, int, Any] | None = (source, source._version, end)  # until its copy ends
-        self._coming: tuple[torch.Tensor, Any] | None = None
+        self._to_host: tuple[torch.Tensor, int, Any] | None = (source, source._version, end)  # the running copy
+        self._to_device: tuple[torch.Tensor, Any] | None = None
 
-    def left(self) -> None:
+    def finish_offload(self) -> None:
         """Let the computing stream wait for the end of the copy to the host. Raises if the tensor was changed."""
-        if self._leaving is None:
+        if self._to_host is None:
             return
-        (source, version, end), self._leaving = self._leaving, None
+        (source, version, end), self._to_host = self._to_host, None
         self.memory.wait(end)
         if source._version != version:
             raise RuntimeError(
                 f"activations: the input of a layer at level offload ({source.dtype} {list(source.shape)}) was changed "
-                "in place since, so it cannot be computed again from it; give that layer another level than full, "
-                "tiled and offload"
+                "in place, so the layer cannot be computed again; give it another level than full, tiled and offload"
             )
 
-    def start(self) -> None:
+    def start_fetch(self) -> None:
         """Begin the copy to the device."""
-        if self._coming is None:
-            self._coming = self.memory.copy_back(self.chunks, self)
+        if self._to_device is None:
+            self._to_device = self.memory.copy_back(self.chunks, self)
 
-    def arrive(self) -> torch.Tensor:
+    def fetch(self) -> torch.Tensor:
         """The tensor on the device. The computing stream waits for its copy."""
-        self.start()
-        (value, end), self._coming = self._coming, None
+        self.start_fetch()
+        (value, end), self._to_device = self._to_device, None
         self.memory.wait(end)
         return value
 
     def __del__(self) -> None:
-        for copy in (self._leaving, self._coming):  # not None if there was no backward
+        for copy in (self._to_host, self._to_device):  # not None if there was no backward
             if copy is not None:
                 self.memory.wait(copy[-1])
-        self.memory.free += self.chunks  # may be reused: all copies are on one stream, in order
+        self.memory.free += self.chunks  # may be reused at once: all copies are on one stream, in order
 
 
 def _parts(t: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -174,8 +173,9 @@ def host_memory(device: torch.device) -> HostMemory | None:
 
 
 def free_host_memory() -> int:
-    """Bytes of available host memory within the container's limit, shared equally by torchrun's processes here."""
-    free = []  # empty if the system does not say
+    """This process's equal share, among torchrun's processes on the host, of the bytes that are free within the
+    container's limit; 0 if unknown."""
+    free = []  # of the host, of the container
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))

@@ -1,8 +1,8 @@
 """Predicts memory and time of a training step from the levels of its layers, and chooses the best mix that fits.
 
 Bytes are counted from the model's shape: tensors that backward needs, parameters, gradients, optimizer state, chunks of
-the loss head, and temporaries at the peak. Time is counted in FLOPs and bytes moved, weighted by ratios that are
-similar on all accelerators; seconds are an H200's. docs/activations.md compares predictions with measurements.
+the loss head, and temporaries at the peak. Time is in FLOPs of a matrix product; a byte moved takes as long as
+`flops_per_byte` of them. Seconds are an H200's. docs/activations.md compares predictions with measurements.
 """
 
 from __future__ import annotations
@@ -20,64 +20,64 @@ if TYPE_CHECKING:
 
 
 GEMM_RATE, BANDWIDTH = 665e12, 4.25e12
-"""An H200's bf16 FLOPs per second in the matrix products of a step, and bytes per second in a large copy."""
+"""Measured on an H200: bf16 FLOPs per second of a step's matrix products, and bytes per second of a large copy."""
 FLOPS_PER_BYTE = GEMM_RATE / BANDWIDTH
-ATTENTION, ATTENTION_MASKED = (0.9, 0.8), (0.216, 0.238)
-"""Rates of attention's forward and backward in causal FLOPs, relative to the GEMM rate: flash, and with a mask."""
-SHORT, LONG = (660, 1000), 1 << 16
-"""Flash attention's forward and backward take 1 + SHORT / seq times as long. Beyond LONG tokens the forward takes 10%
-longer per doubling, because fewer keys and values hit the L2 cache."""
-FLOAT8 = 0.66
+FLASH_RATE, MASKED_RATE = (0.9, 0.8), (0.216, 0.238)
+"""FLOPs per second of attention's forward and backward, relative to GEMM_RATE: flash, and memory-efficient with a mask.
+The FLOPs are those of causal attention."""
+STARTUP_TOKENS, L2_TOKENS = (660, 1000), 1 << 16
+"""Start-up makes flash attention 1 + STARTUP_TOKENS / seq times as long, forward and backward. Its forward takes 10%
+longer for each doubling beyond L2_TOKENS, because fewer keys and values hit the L2 cache."""
+FLOAT8_TIME = 0.66
 """Time of linears in FP8, with quantisation, relative to bf16: three models at 8192 tokens on an H200."""
-FP32_PRODUCTS = 2.3
+FP32_PRODUCT_TIME = 2.3
 """Time of adapters' fp32 products without TF32, relative to moving the wide operand: ranks 8 to 32 on an H200."""
-TILE_OVERHEAD, PADDED = 258, 32
-"""Start and end of a tile of experts' products, in elements of its sums that take as long (docs/moe.md), and rows by
-which an expert's last tile is padded on average."""
+TILE_OVERHEAD, PADDED_ROWS = 258, 32
+"""Start and end of a tile of the experts' products take as long as TILE_OVERHEAD columns of its inner dimension
+(docs/moe.md). An expert's last tile has on average PADDED_ROWS rows of padding."""
 ADAM_RATE = 178e9
 """Most parameters per second that torch's fused AdamW updates on an H200."""
-EAGER = (1.6, 0.82)
-"""Time of eager attention's forward and backward, relative to the time of the moved bytes."""
+EAGER_TIME = (1.6, 0.82)
+"""Time of eager attention's forward and backward, relative to the time that their bytes take at BANDWIDTH."""
 EAGER_MARGIN = 0.02
-"""Share of a budget left free if attention is eager, whose large temporaries differ between versions."""
-A_HOST_BYTE = 78
-"""Time to copy a byte to or from pinned host memory (55 GB/s), relative to a byte on the device."""
-A_LINK_BYTE = 28
-"""The same for an exchange between devices over NVLink (150 GB/s with the copies around it)."""
+"""Share of a budget left free with eager attention, whose large temporaries differ between transformers' versions."""
+HOST_BYTE_TIME = 78
+"""Time to copy a byte to or from pinned host memory (55 GB/s), relative to BANDWIDTH."""
+LINK_BYTE_TIME = 28
+"""Time to exchange a byte between devices over NVLink (150 GB/s with the copies around it), relative to BANDWIDTH."""
 TILE_ROWS = 8192
 """As in kernels/pointwise/tiled_mlp.py."""
-STEP = 1024
-"""Step of `longest` in tokens per device."""
-LONGEST = 1 << 28
-"""Bound of its search."""
+SEQUENCE_STEP, LONGEST_SEQUENCE = 1024, 1 << 28
+"""`longest` tries multiples of SEQUENCE_STEP tokens per device, up to LONGEST_SEQUENCE tokens."""
 WORKSPACE = 100 << 20
 """Bytes of matrix multiplication workspaces and small tensors."""
 ATTENTIONS = ("eager", "masked", "flash")
 ADAPTERS = ("fp32", "autocast", "model")
 """Dtype of LoRA adapters: fp32 beside a bf16 model, as PEFT loads them; fp32 under autocast, which copies each linear's
 input to fp32 and back; the model's dtype (`autocast_adapter_dtype=False`)."""
-COPYING = ADAPTERS[:2]
+FP32_ADAPTERS = ADAPTERS[:2]
 STATE_BYTES = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
 """Bytes of optimizer state for each byte of trainable parameters."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How an engine shards a model's state beside the optimizer's, and what memory it needs beside the shards.
+    """What an engine shards besides optimizer state, and the memory that it needs besides the shards.
 
-    parameters, gradients: whether they are sharded; master: whether bf16 parameters have a sharded fp32 copy, in
-    whose dtype the states are; kept: whether memory of gradients persists; buffers: bytes of communication
-    live: most parameters gathered at a time; if 0, the embedding, the head and one decoder layer
-    passes: how often a step sends each parameter; link: bytes per second of that, as far as it lengthens a step
-    projections: whether level mlp recomputes projections, which ZeRO-3's hooks on them forbid
+    parameters, gradients: whether they are sharded; keeps_gradients: whether their memory lasts from step to step
+    master: whether bf16 parameters have a sharded fp32 copy; optimizer state is fp32 then
+    buffers: bytes for communication; gathered: most parameters held whole at a time; 0: the embedding, the head and
+    one decoder layer
+    passes: how often a step sends each parameter; link: bytes per second, counting only time that is not hidden
+    projections: whether level mlp can recompute projections; ZeRO-3's hooks on them prevent it
     """
 
     parameters: bool = True
     gradients: bool = True
     master: bool = False
-    kept: bool = False
+    keeps_gradients: bool = False
     buffers: int = 0
-    live: int = 0
+    gathered: int = 0
     passes: int = 3
     link: float = 1.0
     projections: bool = True
@@ -88,14 +88,13 @@ ENGINES = {
     "fsdp2": Engine(link=395e9),
     "zero1": Engine(False, False, True, buffers=2 * _BUCKET, passes=2, link=190e9),
     "zero2": Engine(False, True, True, buffers=2 * _BUCKET, passes=2, link=190e9),
-    "zero3": Engine(master=True, kept=True, buffers=_BUCKET, live=10**9, link=190e9, projections=False),
+    "zero3": Engine(master=True, keeps_gradients=True, buffers=_BUCKET, gathered=10**9, link=190e9, projections=False),
 }
-"""FSDP2 as accelerate configures it, with mixed precision, and DeepSpeed's defaults. Links are fitted to two and four
-H200s."""
-OTHER_PARAMETERS = 0.02
-"""Share of a model's parameters without experts by which the planner's count may differ: biases and some norms."""
+"""FSDP2 with mixed precision, as accelerate configures it; DeepSpeed's defaults. Links are fitted to 2 and 4 H200s."""
+UNCOUNTED_SHARE = 0.02
+"""The planner leaves out biases and some norms: at most this share of the parameters outside experts."""
 MOST_LAYERS = 1024
-"""Bounds the time to predict every mix of levels layer by layer."""
+"""Limits the time that `Planner.best` takes."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +103,14 @@ class Assumptions:
 
     dtype_bytes, compute_bytes: itemsize of parameters, of activations; optimizer: a name in `STATE_BYTES`
     trainable: trained share of the parameters; below 1 for LoRA adapters on every linear layer
-    adapters: one of `ADAPTERS`; sharded models and fp32 models have them in the dtype of activations
-    fused_loss: whether no logits are kept; float8: linears in FP8; flops_per_byte: GEMM FLOPs in the time of a byte
-    shards: devices over which `engine` of `ENGINES` shards the model's state
-    sequence: devices with equal shares of a sequence's tokens and attention (Ulysses, context parallel)
-    in_backward: parameters are updated, and gradients freed, as soon as a gradient is complete
+    adapters: one of `ADAPTERS`; in a sharded or fp32 model adapters always have the activations' dtype
+    fused_loss: whether the loss is computed in chunks, without keeping logits; float8: whether linears are in FP8
+    flops_per_byte: FLOPs of a GEMM in the time in which the device moves a byte
+    shards: devices over which `engine`, a name in `ENGINES`, shards the model's state
+    sequence: devices that share a sequence's tokens and attention equally (Ulysses, context parallel)
+    in_backward: each parameter is updated in backward and its gradient freed at once
     attention: `eager` (scores in memory), `masked` (memory-efficient, with a mask), `flash`, or "" for transformers'
-    default: eager for softcapped scores, masked for a window that the sequence reaches
+    default: eager if scores are softcapped, masked if the sequence is at least as long as the window, else flash
     """
 
     dtype_bytes: int = 2
@@ -137,18 +137,19 @@ class Assumptions:
     @property
     def adapters_in(self) -> str:
         """One of `ADAPTERS`, or "" if all parameters train."""
-        alike = self.dtype_bytes > 2 or self.shards > 1
-        return "" if self.trainable == 1 else "model" if alike else self.adapters
+        if self.trainable == 1:
+            return ""
+        return "model" if self.dtype_bytes > 2 or self.shards > 1 else self.adapters
 
     @property
     def trained_bytes(self) -> int:
         """Itemsize of the trained parameters."""
-        return 4 if self.adapters_in in COPYING else self.dtype_bytes
+        return 4 if self.adapters_in in FP32_ADAPTERS else self.dtype_bytes
 
     def __str__(self) -> str:
-        half = {2: "bf16/fp16", 4: "fp32"}
+        dtypes = {2: "bf16/fp16", 4: "fp32"}
         parts = [
-            f"parameters in {half[self.dtype_bytes]}, activations in {half[self.compute_bytes]}",
+            f"parameters in {dtypes[self.dtype_bytes]}, activations in {dtypes[self.compute_bytes]}",
             f"{self.optimizer} in the parameters' dtype, fused",
             "gradients freed in backward" if self.in_backward else "gradients freed after each step",
             "fused linear cross entropy" if self.fused_loss else "logits kept",
@@ -164,12 +165,12 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer at one batch, by level. Times are in FLOPs of a GEMM.
+    """A decoder layer's memory and time for one batch. Times are in FLOPs of a GEMM.
 
-    kept: bytes kept for its backward; transient: further bytes while its backward runs
-    extra: time of recomputation; time: of forward and backward at `keep`; small: of forward's norms, gate and rotary
-    embeddings
-    growing: bytes that grow with the sequence in the backward of a `tiled` or `offload` layer
+    kept, transient: level -> bytes kept for the layer's backward, further bytes while its backward runs
+    extra: level -> time of recomputation; time: forward and backward at `keep`
+    small: time of norms, gate and rotary embeddings in forward
+    growing: name -> bytes that grow with the sequence in backward, at `tiled` and `offload`
     """
 
     kept: dict[str, int]
@@ -183,7 +184,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A later step with `levels`. peak: bytes; speed: relative to keep; seconds: on an H200; host: pinned bytes"""
+    """A step with `levels`, after the first. peak: bytes; speed: relative to keep; seconds: on an H200; host: pinned
+    bytes of the host"""
 
     levels: tuple[str, ...]
     peak: int
@@ -197,10 +199,8 @@ class Prediction:
 
 
 class Planner:
-    """Predictions for a model (from autotune.models), batch and sequence length.
-
-    Layers with experts must be alike and have no shared experts. Raises `ValueError` for what is not modelled.
-    """
+    """Predictions for a model of autotune.models, a batch and a sequence length. Raises `ValueError` for what is not
+    modelled. If the model has experts, every layer must have them, and none that all tokens share."""
 
     def __init__(self, model: models.Model, batch: int, seq: int, assumptions: Assumptions = Assumptions()) -> None:
         if model.layers > MOST_LAYERS:
@@ -216,7 +216,7 @@ class Planner:
         self.tokens = -(-batch * seq // assumptions.sequence)
         self.q, self.kv = model.heads * model.head_dim, model.kv_heads * model.head_dim  # widths of q, of k and v
         width = model.expert_width if model.experts and model.expert_width else model.intermediate
-        self.wide = width * (model.top_k if model.experts else 1)
+        self.wide = width * (model.top_k if model.experts else 1)  # columns of the gate's output for each token
         self.mlp_parameters = 3 * model.hidden * width * max(1, model.experts)
         self.projects_again = self.engine.projections and not model.experts  # whether level mlp differs from cheap
         self.layer = self._layer()
@@ -240,7 +240,7 @@ class Planner:
         gated, float8 = 0 if m.experts else unit * wide, 0  # experts recompute their gate at every level
         adapted, copies, of_mlp = assumed.adapters_in, 0, 0
         copy = 4 if adapted == "fp32" else assumed.compute_bytes
-        if adapted in COPYING:  # each adapter keeps a copy of its input, which has no recipe
+        if adapted in FP32_ADAPTERS:  # each adapter keeps a copy of its input, which has no recipe
             of_mlp = 0 if m.experts else tokens * copy * (2 * m.hidden + wide)
             copies = of_mlp + tokens * copy * (3 * m.hidden + q)
             normed, gated = unit * m.hidden if m.experts else 0, 0
@@ -276,8 +276,8 @@ class Planner:
             done = 0 if m.parallel else unit * m.hidden * (1 if copies else 2)  # the second norm's input and output
             growing = self._growing(without_mlp - done, unit, stream)
 
-        # at the peak, in the down projection: gradients of its input, output and weight
-        # and, if adapters train, what they add to the gate's or the up projection's output
+        # The peak is in the down projection's backward: gradients of its input, output and weight. If adapters train,
+        # also what they add to the output of the gate's or up projection.
         gradients = unit * (wide + (wide + m.hidden if adapted else 0)) + stream * m.hidden
         gradients += int(assumed.trainable * m.hidden * wide * assumed.dtype_bytes)
         again = {"cheap": unit * wide, "mlp": unit * (3 * wide + m.hidden) if self.projects_again else unit * wide}
@@ -293,33 +293,32 @@ class Planner:
         }
         if m.experts:  # experts do not run in tiles
             transient["tiled"] = transient["full"]
-        # this layer's input, and the next one's, whose copy runs
+        # inputs of this layer and of the one whose backward is next, which is being copied to the device
         transient["offload"] = transient["tiled"] + 2 * kept["full"]
         if self.attention == "eager":
-            # or in the softmax's backward: its output, gradients in and out and their product, all fp32, and the tanh;
-            # also the layer's input, q and k, and gradients of the stream, of v and of the later weights
+            # The peak may be in the softmax's backward: fp32 output, both gradients and their product, and the tanh;
+            # the layer's input, q and k; gradients of the residual stream, of v, and of the weights after attention.
             scores = self._scores * (16 + capped) + stream * 2 * m.hidden + unit * 3 * q + statistics
             scores += int(assumed.trainable * m.hidden * (3 * wide + q) * assumed.dtype_bytes)
             for level in kept:
-                again = unit * m.hidden + rotated if level not in ("cheap", "mlp") else 0  # the norm's output
-                transient[level] = max(transient[level], scores + again - kept[level])
+                norms = unit * m.hidden + rotated if level not in ("cheap", "mlp") else 0  # their outputs
+                transient[level] = max(transient[level], scores + norms - kept[level])
         return Layer(kept, transient, *self._times(linear), parameters, growing)
 
     def _experts(self, unit: int, train: bool) -> int:
         """Peak bytes of the experts' backward. train: whether the experts have gradients"""
         m, weights = self.model, self.mlp_parameters * self.assumptions.dtype_bytes * train
-        moments = (
-            3 * unit * self.wide,  # gradients of the gate's input and output
-            unit * (2 * self.wide + (m.top_k + 1) * m.hidden) + 2 * weights // 3,  # rows of dx, and dx
-            unit * (self.wide + m.hidden) + weights,  # the recomputed gate for the last weights
+        steps = (
+            3 * unit * self.wide,  # gradients of the gate's inputs and output
+            unit * (2 * self.wide + (m.top_k + 1) * m.hidden)
+            + 2 * weights // 3,  # input gradient, by expert and summed
+            unit * (self.wide + m.hidden) + weights,  # the recomputed gate for the down projections' gradients
         )
-        return max(moments)
+        return max(steps)
 
     def _growing(self, of_attention: int, unit: int, stream: int) -> dict[str, int]:
-        """Bytes that grow with the sequence if the MLP runs in tiles, at the peak in attention's backward.
-
-        of_attention: bytes kept for it, minus the layer's input
-        """
+        """`Layer.growing`, for the peak in attention's backward. of_attention: bytes kept for it, without the layer's
+        input; unit, stream: bytes of a column of activations, of the residual stream"""
         q, kv = self.q, self.kv
         grouped = 2 * unit * q if kv < q else 0  # gradients of k and v for every head
         return {
@@ -329,22 +328,22 @@ class Planner:
         }
 
     def _tiled(self, without_mlp: int, unit: int, stream: int, growing: dict[str, int], copies: int) -> int:
-        """Bytes beside a layer's input in its backward with the MLP in tiles: at a tile, or in attention.
+        """Peak bytes of a layer's backward with the MLP in tiles, without the layer's input: in a tile or in attention.
 
-        without_mlp: bytes kept for backward, minus the MLP's wide tensors and the layer's input
-        copies: bytes that the MLP's adapters keep of a row
+        without_mlp: bytes kept for backward, without the MLP's wide tensors and the layer's input
+        copies: bytes that the MLP's adapters keep for each row
         """
         m, assumed = self.model, self.assumptions
         weights = int(assumed.trainable * 3 * m.hidden * m.intermediate)
         rows = min(TILE_ROWS, self.tokens)
         tile = rows * (assumed.compute_bytes * (4 * m.intermediate + 2 * m.hidden) + copies)
         tile += weights * max(4, assumed.dtype_bytes)  # gradients, summed in fp32
-        at_a_tile = without_mlp + (stream + unit) * m.hidden + tile
-        return max(at_a_tile, sum(growing.values()) + weights * assumed.dtype_bytes)
+        in_tile = without_mlp + (stream + unit) * m.hidden + tile
+        return max(in_tile, sum(growing.values()) + weights * assumed.dtype_bytes)
 
     @property
     def attention(self) -> str:
-        """`eager`, `masked` or `flash`: as assumed, or transformers' default for the model."""
+        """One of `ATTENTIONS`: as assumed, or transformers' default for the model."""
         windowed = 0 < self.model.window <= self.seq
         return self.assumptions.attention or ("eager" if self.model.softcap else "masked" if windowed else "flash")
 
@@ -354,12 +353,12 @@ class Planner:
 
     @property
     def _masks(self) -> int:
-        """Bytes of eager attention's masks (Gemma 2 and 3 have two), which checkpointed layers hold until backward."""
+        """Bytes of eager attention's masks, which checkpointed layers hold until backward. Gemma 2 and 3 have two."""
         kinds = 2 if self.model.window and self.model.sandwich else 1
         return kinds * self.batch * self.seq**2 * self.assumptions.compute_bytes if self.attention == "eager" else 0
 
     def _adapters(self, linear: int) -> tuple[float, int, int]:
-        """(rank of a layer's adapters, inputs, outputs of the linears that have one). Experts have none."""
+        """(rank of a layer's adapters, summed input and output widths of the linears with one). Experts have none."""
         m, q, kv = self.model, self.q, self.kv
         ins, outs = 5 * m.hidden + q + self.wide, 2 * (m.hidden + kv + self.wide) + q
         if m.experts:
@@ -368,25 +367,25 @@ class Planner:
         return self.assumptions.trainable * whole / (ins + outs), ins, outs
 
     def _adapter_times(self, ins: int, outs: int) -> tuple[float, float]:
-        """Times of adapters' forward and backward. ins, outs: sums of the columns of their linears"""
+        """Times of adapters' forward and backward. ins, outs: summed input and output widths of their linears"""
         kind, c, products = self.assumptions.adapters_in, self.assumptions.compute_bytes, 0.0
-        # an adapter reads its input, writes its output, scales that and adds it; likewise in backward
-        there, back = (c * ins + 6 * c * outs, 5 * c * ins + 4 * c * outs) if kind else (0, 0)
-        if kind == "autocast":  # inputs, and their gradients, go through fp32
-            there, back = there + (8 + 2 * c) * ins, back + (8 + 2 * c) * ins
-        elif kind == "fp32":  # beside its products: casts, scaling and addition in fp32
-            there, back = (4 + c) * ins + (20 + 2 * c) * outs, (4 + 4 * c) * ins + (16 + 2 * c) * outs
-            products = FP32_PRODUCTS * 4 * (ins + outs)
-        moved = self.tokens * self.assumptions.flops_per_byte
-        return (there + products) * moved, (back + 2 * products) * moved
+        # bytes moved for a token: forward reads the input, writes the output, scales it and adds it to the linear's
+        forward, backward = (c * ins + 6 * c * outs, 5 * c * ins + 4 * c * outs) if kind else (0, 0)
+        if kind == "autocast":  # inputs and their gradients are cast to fp32 and back
+            forward, backward = forward + (8 + 2 * c) * ins, backward + (8 + 2 * c) * ins
+        elif kind == "fp32":  # casts, scaling and addition in fp32, and the products
+            forward, backward = (4 + c) * ins + (20 + 2 * c) * outs, (4 + 4 * c) * ins + (16 + 2 * c) * outs
+            products = FP32_PRODUCT_TIME * 4 * (ins + outs)
+        byte_time = self.tokens * self.assumptions.flops_per_byte
+        return (forward + products) * byte_time, (backward + 2 * products) * byte_time
 
     def expert_times(self) -> tuple[float, float]:
-        """Times of forward and backward of a layer's experts: products in tiles, and sums over each token's experts."""
+        """Times of the experts' forward and backward in a layer: products in tiles, and sums over a token's experts."""
         m, c, assumed = self.model, TILE_OVERHEAD, self.assumptions
         if not m.experts:
             return 0.0, 0.0
         width, rows = self.wide / m.top_k, self.tokens * m.top_k / m.experts
-        products, padded = 2 * self.tokens * 3 * m.hidden * self.wide, 1 + PADDED / rows
+        products, padded = 2 * self.tokens * 3 * m.hidden * self.wide, 1 + PADDED_ROWS / rows
         sums = self.tokens * (m.top_k + 1) * m.hidden * assumed.compute_bytes * assumed.flops_per_byte
         forward = padded * (1 + c * (2 / m.hidden + 1 / width) / 3)
         backward = padded * (1 + c * (1 / m.hidden + 1 / width) / 3) + assumed.trainable * (1 + c / rows)
@@ -396,7 +395,7 @@ class Planner:
         """`extra`, `time` and `small` of the Layer. linear: parameters of its linear layers"""
         m, tokens, assumed = self.model, self.tokens, self.assumptions
         q, kv, wide = self.q, self.kv, self.wide
-        rate, devices = FLOAT8 if assumed.float8 else 1.0, assumed.sequence
+        rate, devices = FLOAT8_TIME if assumed.float8 else 1.0, assumed.sequence
 
         def moved(columns: float) -> float:
             return tokens * columns * assumed.compute_bytes * assumed.flops_per_byte
@@ -407,10 +406,10 @@ class Planner:
         forward_scores, backward_scores = self._attention_times()
         norm, gate, rotation = 4 * m.hidden, 3 * wide, 2 * (q + kv)
         small = moved(norm * (2 if m.sandwich else 1) + gate + rotation * (2 if m.qk_norm else 1) + 6 * m.hidden)
-        again = 0 if assumed.adapters_in in COPYING else norm + (0 if experts else gate)
+        again = 0 if assumed.adapters_in in FP32_ADAPTERS else norm + (0 if experts else gate)
         cheap = moved(again + (2 * rotation if m.qk_norm else 0))
-        exchange = moved((2 * q + 2 * kv) * A_LINK_BYTE * (devices - 1) / devices)  # Ulysses: q, k, v and the output
-        copy = moved(m.hidden * A_HOST_BYTE)
+        exchange = moved((2 * q + 2 * kv) * LINK_BYTE_TIME * (devices - 1) / devices)  # Ulysses: q, k, v and the output
+        copy = moved(m.hidden * HOST_BYTE_TIME)
         tiles = -(-tokens // TILE_ROWS) if tokens > TILE_ROWS and not experts else 0
         weights = 3 * m.hidden * wide * assumed.trainable
         sums = tiles * weights * 8 * assumed.flops_per_byte  # gradients in fp32, which each tile reads and writes
@@ -419,9 +418,9 @@ class Planner:
         forward = gemm + experts_forward + forward_scores + small + exchange + adapters_forward
         backward = gemm * (1 + assumed.trainable) + experts_backward + backward_scores + 2 * small + exchange
         backward += adapters_backward
-        if assumed.float8 and assumed.adapters_in:  # k, v, up and down quantise inputs that full training shares
+        if assumed.float8 and assumed.adapters_in:  # with adapters each linear quantises its input itself
             forward += tokens * 3 * (3 * m.hidden + wide) * assumed.flops_per_byte
-        # recomputation stops before the last product, but not inside experts
+        # recomputation skips the down projection, but not the experts'
         full = forward - (0 if experts else 2 * tokens * m.hidden * wide * rate)
         exposed = max(0.0, copy - forward) + max(0.0, copy - backward - forward)
         extra = {
@@ -435,21 +434,21 @@ class Planner:
         return extra, forward + backward, small
 
     def _attention_times(self) -> tuple[float, float]:
-        """Times of forward and backward of attention between its projections."""
-        padded = 1 << (self.model.head_dim - 1).bit_length()  # kernels round a head up
-        products = 2 * self.tokens * self.seq * self.q * padded / self.model.head_dim  # causal: half of 4
+        """Times of attention's forward and backward, without its projections."""
+        padded = 1 << (self.model.head_dim - 1).bit_length()  # kernels round head_dim up to a power of two
+        products = 2 * self.tokens * self.seq * self.q * padded / self.model.head_dim  # causal: half of 4 FLOPs
         if self.attention != "eager":
             if self.attention == "masked":
-                return products / ATTENTION_MASKED[0], 2.5 * products / ATTENTION_MASKED[1]
-            missed = 0.1 * max(0.0, math.log2(self.seq / LONG))
-            forward, backward = 1 + SHORT[0] / self.seq + missed, 1 + SHORT[1] / self.seq
-            return products / ATTENTION[0] * forward, 2.5 * products / ATTENTION[1] * backward
-        # reads and writes a score: two products, scale, mask, tanh and its two factors, cast, softmax in fp32, cast
+                return products / MASKED_RATE[0], 2.5 * products / MASKED_RATE[1]
+            missed = 0.1 * max(0.0, math.log2(self.seq / L2_TOKENS))
+            forward, backward = 1 + STARTUP_TOKENS[0] / self.seq + missed, 1 + STARTUP_TOKENS[1] / self.seq
+            return products / FLASH_RATE[0] * forward, 2.5 * products / FLASH_RATE[1] * backward
+        # Bytes moved for a score: two products, scale, mask, softcap (tanh, two factors), softmax in fp32 with casts.
         c, capped = self.assumptions.compute_bytes, self.model.softcap
         casts = 2 * (4 + c) if c < 4 else 0
-        there, back = 6 * c + 6 * c * capped + casts + 8, 6 * c + 7 * c * capped + casts + 24
-        moved = self._scores * self.assumptions.flops_per_byte
-        return 2 * products + EAGER[0] * there * moved, 4 * products + EAGER[1] * back * moved
+        forward, backward = 6 * c + 6 * c * capped + casts + 8, 6 * c + 7 * c * capped + casts + 24
+        byte_time = self._scores * self.assumptions.flops_per_byte
+        return 2 * products + EAGER_TIME[0] * forward * byte_time, 4 * products + EAGER_TIME[1] * backward * byte_time
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -468,7 +467,7 @@ class Planner:
         weights = parameters * size / (shards if engine.parameters else 1) + trained * master / shards
         state = trained * STATE_BYTES[assumed.optimizer] * (master or assumed.trained_bytes) / shards
         gradients = 0 if assumed.in_backward else trained * assumed.trained_bytes / (shards if engine.gradients else 1)
-        resident = weights + engine.buffers + (gradients if engine.kept else 0)
+        resident = weights + engine.buffers + (gradients if engine.keeps_gradients else 0)
         peak = max(self._peak(levels, resident + state), weights + gradients + state)
         time = self.step_time(levels)
         speed = self.step_time(("keep",) * len(levels)) / time
@@ -483,12 +482,12 @@ class Planner:
         """The peak bytes from the loss to the end of backward."""
         assumed, layer, m, engine = self.assumptions, self.layer, self.model, self.engine
         size = assumed.trained_bytes / (assumed.shards if engine.gradients else 1) * assumed.trainable
-        size = 0 if assumed.in_backward or engine.kept else size
+        size = 0 if assumed.in_backward or engine.keeps_gradients else size
         stream = self.tokens * m.hidden * assumed.compute_bytes
         head = self.head_parameters * (assumed.trainable == 1)
         head_grad, last_grad, gathered = head * size, 0 if m.tied else head * size, 0
-        if assumed.shards > 1 and engine.live:
-            resident += min(engine.live, self.parameters) * assumed.compute_bytes
+        if assumed.shards > 1 and engine.gathered:
+            resident += min(engine.gathered, self.parameters) * assumed.compute_bytes
         elif assumed.shards > 1 and engine.parameters:  # the root's parameters and gradients stay whole
             whole = self.parameters - m.layers * layer.parameters
             resident += whole * assumed.compute_bytes
@@ -499,13 +498,13 @@ class Planner:
         most = alive + 2 * stream + self.head  # the last norm's input and output
         alive += head_grad
         for index, level in reversed([*enumerate(levels)]):
-            on_its_way = stream if level == "offload" and not index else 0  # behind the first layer no copy runs
-            most = max(most, alive + layer.transient[level] + gathered - on_its_way)
+            no_copy = stream if level == "offload" and not index else 0  # the first layer's backward copies no input
+            most = max(most, alive + layer.transient[level] + gathered - no_copy)
             alive += layer.parameters * size - layer.kept[level]
         return max(most, alive + last_grad)
 
     def _head(self) -> int:
-        """Bytes of the loss: a chunk of logits with its gradients, or all logits with softmax's copies."""
+        """Bytes of the loss head: one chunk's logits and the gradients, or all logits with softmax's copies."""
         m, assumed = self.model, self.assumptions
         if not assumed.fused_loss:
             return self.tokens * m.vocab * (2 * assumed.compute_bytes + 4)
@@ -520,8 +519,8 @@ class Planner:
         """Time outside the decoder layers: the loss head and the optimizer."""
         assumed = self.assumptions
         size = max(assumed.trained_bytes, 4 * self.engine.master)
-        slowest = BANDWIDTH / ADAM_RATE if assumed.optimizer in ("adamw", "adam") else 0
-        update = max(size * (3 + 2 * STATE_BYTES[assumed.optimizer]), slowest) * self.parameters * assumed.trainable
+        least = BANDWIDTH / ADAM_RATE if assumed.optimizer in ("adamw", "adam") else 0  # bytes in Adam's compute time
+        update = max(size * (3 + 2 * STATE_BYTES[assumed.optimizer]), least) * self.parameters * assumed.trainable
         sent = self.parameters * assumed.compute_bytes * self.engine.passes * (assumed.shards > 1)
         logits = 2 * self.tokens * self.model.vocab * assumed.compute_bytes  # read, and their gradient written
         moved = update / assumed.shards + logits + sent * BANDWIDTH / self.engine.link
@@ -529,12 +528,12 @@ class Planner:
 
     def step_time(self, levels: Sequence[str]) -> float:
         """Time of a step with these levels, in FLOPs of a GEMM."""
-        # a step waits for the first copy from the host
-        first = ("offload" in levels) * self.layer.kept["full"] * A_HOST_BYTE * self.assumptions.flops_per_byte
-        return sum(self.layer.time + self.layer.extra[level] for level in levels) + first + self._rest()
+        # no computation hides backward's first copy from the host
+        first_copy = ("offload" in levels) * self.layer.kept["full"] * HOST_BYTE_TIME * self.assumptions.flops_per_byte
+        return sum(self.layer.time + self.layer.extra[level] for level in levels) + first_copy + self._rest()
 
     def float8_gain(self) -> float:
-        """Speed of a step at `keep` in FP8, relative to without FP8."""
+        """Speed of a step at `keep` in FP8, relative to bf16."""
         both = (replace(self.assumptions, float8=on) for on in (False, True))
         planners = (Planner(self.model, self.batch, self.seq, assumed) for assumed in both)
         plain, float8 = (planner.step_time(["keep"] * self.model.layers) for planner in planners)
@@ -543,19 +542,19 @@ class Planner:
     # -- choosing ----------------------------------------------------------------------------------------------------
 
     def pure(self) -> list[Prediction]:
-        """The model at each level."""
+        """The prediction for each of `LEVELS`."""
         return [self.predict(level_of_each(level, self.model.layers)) for level in LEVELS]
 
     def best(self, budget: int, host: float = math.inf) -> Prediction:
         """The fastest mix whose peak is at most `budget` bytes, with at most `host` bytes of host memory.
 
-        Mixes have two levels, as each level down the list costs more time for each byte saved. The first layers get
-        the one that keeps less: their backward comes last, when gradients fill the memory. With eager attention
-        EAGER_MARGIN stays free if a mix allows it. Raises `ValueError` if no mix fits.
+        A mix has two levels, since each further level of `LEVELS` costs more time for a byte saved. The first layers
+        get the level that keeps less: their backward runs last, when gradients fill the memory. With eager attention
+        EAGER_MARGIN stays free if any mix leaves it. Raises `ValueError` if no mix fits.
         """
         count = self.model.layers
-        differs = {"mlp": self.projects_again, "tiled": not self.model.experts}  # from cheap, from full
-        levels = [level for level in LEVELS if differs.get(level, True)]
+        useful = {"mlp": self.projects_again, "tiled": not self.model.experts}  # else as cheap, as full
+        levels = [level for level in LEVELS if useful.get(level, True)]
         pairs = [(low, high) for i, high in enumerate(levels) for low in levels[i + 1 :]]
         mixes = [(low,) * n + (high,) * (count - n) for low, high in pairs for n in range(count + 1)]
         mixes += [(*mix[:-1], LAST[mix[-1]]) for mix in mixes if mix[-1] in LAST]
@@ -574,11 +573,11 @@ class Planner:
 
 
 def longest(planner_at: Callable[[int], Planner], budget: int, host: float = math.inf) -> Planner:
-    """The planner of the longest sequence, in steps of `STEP` tokens per device, for which `best` has a mix.
+    """The planner of the longest sequence for which `best` finds a mix.
 
-    planner_at: the planner of a sequence length. Raises `ValueError` if not even `STEP` tokens fit.
+    planner_at: the planner of a sequence length. Raises `ValueError` if not even `SEQUENCE_STEP` tokens a device fit.
     """
-    step = STEP * planner_at(STEP).assumptions.sequence
+    step = SEQUENCE_STEP * planner_at(SEQUENCE_STEP).assumptions.sequence
 
     def too_long(steps: int) -> bool:
         try:
@@ -588,11 +587,11 @@ def longest(planner_at: Callable[[int], Planner], budget: int, host: float = mat
         return False
 
     planner_at(step).best(budget, host)  # raises if nothing fits
-    return planner_at(step * bisect.bisect(range(1, LONGEST // STEP), False, key=too_long))
+    return planner_at(step * bisect.bisect(range(1, LONGEST_SEQUENCE // SEQUENCE_STEP), False, key=too_long))
 
 
 def usable(device: "torch.device") -> int:
-    """Bytes of a device that a plan may use: its memory minus 4% for driver and fragmentation."""
+    """Bytes of a device's memory that a plan may use: 96%, which leaves room for driver and fragmentation."""
     import torch
 
     if device.type == "cpu":
@@ -603,12 +602,12 @@ def usable(device: "torch.device") -> int:
 def check_parameters(planner: Planner, counts: Sequence[int], layers: int) -> None:
     """Raise `ValueError` if a model's number of parameters is not the planner's.
 
-    counts: the model's parameters, with and without adapters; layers: how many layers they are of, 0 for the model
+    counts: the number with and without adapters; layers: number of decoder layers counted, 0 for the whole model
     """
     planned = layers * planner.layer.parameters or planner.parameters
     count = min(counts, key=lambda one: abs(one - planned))
     experts = (layers or planner.model.layers) * planner.mlp_parameters if planner.model.experts else 0
-    if abs(planned - count) > OTHER_PARAMETERS * (planned - experts):
+    if abs(planned - count) > UNCOUNTED_SHARE * (planned - experts):
         raise ValueError(
             f"{planner.model.name}: the planner knows decoders whose layers are like Llama's, Qwen3's, Gemma's or "
             f"Mixtral's, which of these sizes have {planned:,} parameters, and this model has {count:,}; name a level "
@@ -632,8 +631,7 @@ def of_module(
 ) -> Planner:
     """A Planner for a live transformers model, or one of its layers: shape from the config, the rest from `source`.
 
-    Raises `ValueError` for a model without a config, of a kind that is not modelled, or sharded by FSDP1 or tensor
-    parallelism.
+    Raises `ValueError` for a model without a config, or sharded by FSDP1 or tensor parallelism, or not modelled.
     """
     import torch
 

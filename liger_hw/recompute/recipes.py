@@ -1,16 +1,16 @@
-"""Recipes: how tensors that autograd would save are computed again instead.
+"""Recipes: in backward, compute tensors again that autograd would have saved.
 
-An op's forward states with `offer` how its output is computed again from tensors that are saved anyway. In an open
-`Scope` saved-tensor hooks replace each tensor that has a recipe by a `Handle`. A recipe holds for everything in the
-output's memory, such as views, and for autocast's copy of it. In backward it calls the same operator on the same inputs
-under the same autocast state, so gradients are bit-identical.
+In its forward an op calls `offer` to tell how its output is computed again from tensors that are saved anyway. In an
+open `Scope`, saved-tensor hooks save a `Handle` in place of each tensor that has a recipe. A recipe also covers views
+of the output and autocast's copies of it. In backward it calls the same operator on the same inputs under the same
+autocast state, so gradients are bit-identical.
 
     x --rms_norm--> y --linear--> q        y's recipe is rms_norm(x, w); q, k and v each save a handle on it.
                       --linear--> k        The first whose backward runs computes y, the last releases it.
                       --linear--> v
 
-A recipe's inputs may have recipes too. Tensors without one are saved with torch's check for changes in place, which
-torch skips for hooks. Ops import this file, so it must not import them.
+A recipe's inputs may have recipes too. Tensors without a recipe are saved with a version check, which torch omits in
+saved-tensor hooks. Ops import this file, so it must not import them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..private import allows_saved_tensor_hooks, hooks_on_every_module, hooks_on
 log = logging.getLogger("liger_hw")
 
 KEEP, CHEAP, MLP = 0, 1, 2
-"""What a scope may recompute: nothing; outputs of ops that offer a recipe; these and the projections before a gate."""
+"""What a scope recomputes: nothing; outputs of ops that offer a recipe; projections before a gate too."""
 _MARK = "_liger_hw_recipe"
 _scopes_open = 0  # process-wide, so that ops without a scope pay one comparison
 _casts_seen = False  # process-wide: whether an output was computed under autocast
@@ -40,8 +40,8 @@ _logged: set[str] = set()
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.scope: Scope | None = None  # the innermost open one with an effect
-        self.entered: list[tuple] = []
+        self.scope: Scope | None = None  # the innermost open one
+        self.entered: list[tuple] = []  # (outer scope, own hooks) of each open one; None: entered without gradients
         self.tiles: Callable[..., torch.Tensor] | None = None  # runs `tileable` forwards, if set
 
 
@@ -59,11 +59,11 @@ def offer(
     unsaved: torch.Tensor | None = None,
     number: int = 0,
 ) -> None:
-    """Inside a Function's forward: `output` is `call(*args)`, or its item `index`, and cheap to compute again.
+    """Give `output` a recipe, in an autograd.Function's forward: `call(*args)`, or the item `index` of its result.
 
-    call: deterministic, returns new tensors; args: their tensors are saved by the Function, but for `unsaved`
-    unsaved: a tensor among `args` that is not saved; without a recipe of its own there is no offer
-    number: of the output among the Function's
+    call: deterministic and cheap, returns new tensors; args: the Function saves all tensors among them except `unsaved`
+    unsaved: a tensor among `args` that must have a recipe itself; else `output` gets none
+    number: the output's place among the Function's outputs
     """
     global _casts_seen
     if _no_scope_open() or _level() == KEEP or not any(ctx.needs_input_grad) or output.is_meta:
@@ -78,7 +78,7 @@ def offer(
 
 
 def offer_all(ctx: Any, outputs: tuple[torch.Tensor, ...], call: Callable[..., Any], args: tuple) -> None:
-    """`offer` for a Function whose outputs together are `call(*args)`, so that one computation serves all."""
+    """`offer` for a Function whose outputs are the items of `call(*args)`, which is computed once for all of them."""
     if _no_scope_open() or _level() == KEEP:
         return
     whole = Recipe(call, args, None, outputs[0])
@@ -89,14 +89,14 @@ def offer_all(ctx: Any, outputs: tuple[torch.Tensor, ...], call: Callable[..., A
 def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """`module(x)` for a projection before a gated activation, which level `mlp` computes again in backward.
 
-    That gives the same bits for linears (with LoRA) without hooks and active dropout; other outputs are kept.
+    Only linears, also with LoRA, without hooks and active dropout are recomputed; outputs of other modules are kept.
     """
     y = module(x)
     if _no_scope_open() or _level() < MLP or not isinstance(y, torch.Tensor) or y.grad_fn is None:
         return y
-    call = _repeated_call(module, x) if type(y) is torch.Tensor else None
+    call = _recipe_for_module(module, x) if type(y) is torch.Tensor else None
     if call is None:
-        say_once(
+        log_once(
             f"level mlp keeps the output of a {type(module).__name__} instead of computing it again: it has hooks or a "
             "forward that replaces its class's (tensor parallelism, ZeRO-3, FSDP units), gives a DTensor, or "
             "drops at random",
@@ -108,8 +108,8 @@ def project(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _attach(recipe: Recipe, output: torch.Tensor) -> None:
-    """Attach the recipe to the output's memory. Two outputs in one memory have none: saved tensors would not tell which
-    of them they are."""
+    """Attach the recipe to the output's storage. A storage with two outputs gets none, since a saved view could be of
+    either."""
     marks = vars(output.untyped_storage())
     marks[_MARK] = None if _MARK in marks else recipe
 
@@ -119,12 +119,12 @@ def _no_scope_open() -> bool:
     return not _scopes_open
 
 
-# torch.compile calls it while tracing. A guard on it would compile code twice, inside and outside a scope.
+# torch.compile takes the value at tracing for a constant; a guard would compile code twice, in and outside a scope.
 _no_scope_open._dynamo_marked_constant = True
 
 
 def recomputing() -> bool:
-    """Whether an open scope may recompute offered outputs."""
+    """Whether this thread's open scope recomputes outputs with recipes."""
     return _level() > 0
 
 
@@ -134,10 +134,10 @@ def is_free() -> bool:
 
 
 def _level() -> int:
-    """What this thread may recompute now."""
+    """KEEP, CHEAP or MLP, by this thread's innermost scope."""
     if torch.compiler.is_compiling() or _local.scope is None:
         return KEEP
-    return _local.scope.may
+    return _local.scope.level
 
 
 # -- the hooks -------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def pack(t: torch.Tensor) -> Any:
     if recipe is None:
         return pack_kept(t)
     if _local.scope is not None:
-        _local.scope.left_out += 1
+        _local.scope.handles += 1
     return Handle(recipe, t)
 
 
@@ -160,13 +160,13 @@ def _recipe_of(t: torch.Tensor) -> "Recipe | None":
         return None
     if recipe is None and _casts_seen:
         recipe = _recipe_of_cast(t if t._base is None else t._base)
-    return recipe if recipe is not None and recipe.gives(t) else None
+    return recipe if recipe is not None and recipe.is_valid_for(t) else None
 
 
 def pack_kept(t: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Saved-tensor hook for tensors that are kept: (tensor, version)."""
     if not t.is_leaf:
-        t = t.detach()  # a node that refers to its output would not be freed
+        t = t.detach()  # a node that saves its own output would never be freed
     return t, t._version
 
 
@@ -180,35 +180,35 @@ def unpack(packed: Any) -> torch.Tensor:
                 f"{t.dtype} {list(t.shape)} is at version {t._version}; expected version {version} instead"
             )
         return t
-    return packed.recipe.give(packed)
+    return packed.recipe.value_of(packed)
 
 
 def _recipe_of_cast(t: torch.Tensor) -> "Recipe | None":
-    """The recipe of autocast's copy of an output, from the output's recipe; shared by all copies of a dtype."""
+    """A recipe for autocast's copy of an output that has one. All copies in one dtype share it."""
     node = t.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return None
     source, number = node.next_functions[0]
-    output = getattr(source, _MARK, {}).get(number, _nothing)()
+    output = getattr(source, _MARK, {}).get(number, _no_reference)()
     parent = None if output is None else _recipe_of(output)
     if parent is None or (t.shape, t.stride()) != parent.geometry[:2] or t.device != parent.device or t._version:
         return None
-    recipe = parent.casts.get(t.dtype, _nothing)()
+    recipe = parent.casts.get(t.dtype, _no_reference)()
     if recipe is None:
         recipe = Recipe(cast, (t.dtype, Handle(parent)), None, t)
         parent.casts[t.dtype] = weakref.ref(recipe)
     return recipe
 
 
-def _nothing() -> None:
+def _no_reference() -> None:
     return None
 
 
 class Recipe:
-    """How to compute a tensor again. The tensor's memory and the handles saved in its place refer to it.
+    """How to compute a tensor again. The tensor's storage and the handles saved in its place hold it.
 
-    live: number of handles; value: the computed tensor while `waiting` of them need it
-    epoch: number of the computation; a handle has the epoch of the last value it was given
+    live: number of handles; value: the recomputed tensor, freed when each of `waiting` handles has read it
+    epoch: number of recomputations so far; a handle's epoch is that of the value it read last
     """
 
     __slots__ = (
@@ -226,21 +226,21 @@ class Recipe:
         self.live = self.waiting = self.epoch = 0
         self.value = self.stream = None
 
-    def gives(self, t: torch.Tensor) -> bool:
-        """Whether `t`, in the output's memory, was not written to and can be computed again.
+    def is_valid_for(self, t: torch.Tensor) -> bool:
+        """Whether `t`, in the output's storage, is unchanged and can be computed again.
 
-        It cannot if an input was written to or freed. FSDP frees a norm's weight after the norm's forward and gathers
-        it for the norm's backward, before which the backward of the next op needs the norm's output.
+        It cannot if an input was written to or freed. FSDP frees a norm's weight after the norm's forward, and gathers
+        it for the norm's backward only after the next op's backward has needed the norm's output.
         """
-        return t.dtype is self.dtype and t._version == self.version and self.has_its_inputs()
+        return t.dtype is self.dtype and t._version == self.version and self.has_inputs()
 
-    def has_its_inputs(self) -> bool:
+    def has_inputs(self) -> bool:
         for arg in self.args:
-            if type(arg) in _PACKED and not arg.is_there():
+            if type(arg) in _PACKED and not arg.is_available():
                 return False
         return True
 
-    def give(self, handle: "Handle") -> torch.Tensor:
+    def value_of(self, handle: "Handle") -> torch.Tensor:
         """The tensor that a handle stands for."""
         on_cpu = self.device.type == "cpu"
         stream = None if on_cpu else torch.get_device_module(self.device).current_stream(self.device)
@@ -259,8 +259,8 @@ class Recipe:
             self.value = None
         return value if handle.view is None else value.as_strided(*handle.view)
 
-    def leave(self, handle: "Handle") -> None:
-        """A handle was freed."""
+    def release(self, handle: "Handle") -> None:
+        """Called when a handle is freed."""
         self.live -= 1
         if self.value is not None and handle.epoch != self.epoch:
             self.waiting -= 1
@@ -275,7 +275,7 @@ class Recipe:
 
 
 class Handle:
-    """Stands for a tensor with a recipe. view: its (size, stride, offset), if other than the output's"""
+    """Saved in place of a tensor with a recipe. view: the tensor's (size, stride, offset); None: the output's"""
 
     __slots__ = ("recipe", "view", "epoch")
 
@@ -288,14 +288,14 @@ class Handle:
         if recipe.value is not None:
             recipe.waiting += 1
 
-    def is_there(self) -> bool:
-        return self.recipe.has_its_inputs()
+    def is_available(self) -> bool:
+        return self.recipe.has_inputs()
 
     def restore(self, name: str, index: int) -> torch.Tensor:
-        return self.recipe.give(self)
+        return self.recipe.value_of(self)
 
     def __del__(self) -> None:
-        self.recipe.leave(self)
+        self.recipe.release(self)
 
 
 def _packed(t: torch.Tensor) -> "Handle | _Input":
@@ -304,7 +304,7 @@ def _packed(t: torch.Tensor) -> "Handle | _Input":
 
 
 class _Input:
-    """An input of a recipe that is kept."""
+    """A recipe's input that has no recipe, and is kept."""
 
     __slots__ = ("tensor", "version", "count")
 
@@ -312,33 +312,33 @@ class _Input:
         self.tensor, self.version = pack_kept(t)
         self.count = t.numel()
 
-    def is_there(self) -> bool:
-        """Whether the tensor has memory and is unchanged. FSDP frees a weight's memory, ZeRO-3 its elements, unless
-        the weight is persistent."""
+    def is_available(self) -> bool:
+        """Whether the tensor is unchanged and has memory. FSDP frees a weight's storage. ZeRO-3 makes a weight empty,
+        unless it is persistent."""
         t = self.tensor
         has_memory = t.numel() == self.count and (self.count == 0 or t.untyped_storage().nbytes() > 0)
         return has_memory and t._version == self.version and getattr(t, "ds_persist", True)
 
     def restore(self, name: str, index: int) -> torch.Tensor:
         t = self.tensor
-        if not self.is_there():
-            what = "was changed in place" if t._version != self.version else "lost its memory"
+        if not self.is_available():
+            what = "changed in place" if t._version != self.version else "freed"
             raise RuntimeError(
-                f"liger_hw: the output of {name} was not kept, and cannot be computed again: its argument {index} "
-                f"({t.dtype} {list(t.shape)}) {what} since. Leave it as it is until backward, or run that part under "
-                'liger_hw.activations("keep")'
+                f"liger_hw: the output of {name} was not kept, and cannot be computed again: argument {index} of "
+                f"{name} ({t.dtype} {list(t.shape)}) was {what}. Do not change it before backward, or run that part "
+                'under liger_hw.activations("keep")'
             )
         return t
 
 
 _PACKED = (Handle, _Input)
-"""Kinds of a recipe's arguments that stand for tensors."""
+"""Types that stand for tensors among a recipe's arguments."""
 
-# -- what makes a recomputation equal to the computation -------------------------------------------------------------
+# -- whether a module can be run again with the same bits ------------------------------------------------------------
 
 
-def _repeated_call(module: torch.nn.Module, x: torch.Tensor) -> tuple[Callable[..., Any], tuple] | None:
-    """(call, arguments) that compute `module(x)` again with the same bits; None if that is not certain."""
+def _recipe_for_module(module: torch.nn.Module, x: torch.Tensor) -> tuple[Callable[..., Any], tuple] | None:
+    """(call, args) of a recipe for `module(x)`; None if the bits might differ."""
     kind = x.device.type
     autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
     if type(module) is torch.nn.Linear:
@@ -356,7 +356,7 @@ def linear(autocast: tuple, x: torch.Tensor, weight: torch.Tensor, bias: torch.T
 
 
 def call_module(autocast: tuple, module: torch.nn.Module, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-    """`module(x)`. parameters: its own, for the check that they were not changed in place"""
+    """`module(x)`. parameters: the module's; as arguments of a recipe they are checked for changes in place"""
     kind, dtype, enabled = autocast
     with torch.autocast(kind, dtype, enabled, cache_enabled=False):
         return module(x)
@@ -368,7 +368,7 @@ def cast(dtype: torch.dtype, source: torch.Tensor) -> torch.Tensor:
 
 def _has_hooks(module: torch.nn.Module) -> bool:
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or hasattr(module, "_hf_hook") or "forward" in vars(module)  # replaced, as by tensor parallelism
+    return any(hooks) or hasattr(module, "_hf_hook") or "forward" in vars(module)  # as tensor parallelism replaces it
 
 
 def _is_deterministic(module: torch.nn.Module) -> bool:
@@ -379,31 +379,31 @@ def _is_deterministic(module: torch.nn.Module) -> bool:
     return isinstance(module, plain) or any(True for _ in module.children())
 
 
-_PACKAGES = ("torch", "torchao", "peft", "bitsandbytes", "liger_hw")
-"""Packages whose projections keep no reference to their outputs."""
-_ENGINES = (*_PACKAGES, "transformers", "accelerate", "deepspeed", "lightning", "lightning_fabric", "pytorch_lightning")
-"""Packages whose hooks make no writes that torch's version counter misses."""
+_LINEARS_FROM = ("torch", "torchao", "peft", "bitsandbytes", "liger_hw")
+"""Packages whose linears keep no reference to their outputs."""
+_FRAMEWORKS = "transformers accelerate deepspeed lightning lightning_fabric pytorch_lightning".split()
+_TRUSTED_HOOKS_FROM = (*_LINEARS_FROM, *_FRAMEWORKS)
+"""Packages whose hooks do not write to a tensor without raising its version."""
 
 
 def hooks_may_write(layer: torch.nn.Module) -> bool:
-    """Whether a program's hooks run inside a layer. They may write to an output's `.data` or numpy view, which torch
-    does not count and a recipe would not repeat."""
-    parts = list(layer.children())  # without the layer, whose hooks run around its forward
-    for part in parts:  # grows meanwhile
+    """Whether user hooks run inside a layer. One that writes to an output's `.data` or numpy view does not raise the
+    version, and a recipe would not repeat the write."""
+    parts = list(layer.children())  # not the layer itself, whose hooks run outside its forward
+    for part in parts:  # the loop appends to it
         if part._forward_hooks or part._forward_pre_hooks:
             for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
                 module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-                if module.partition(".")[0] not in _ENGINES:
+                if module.partition(".")[0] not in _TRUSTED_HOOKS_FROM:
                     return True
         parts += [child for child in part._modules.values() if child is not None]
     return False
 
 
 def owns_outputs(*projections: torch.nn.Module) -> bool:
-    """Whether only the caller has a reference to the outputs of these modules.
+    """Whether nothing but the caller holds the outputs of these modules.
 
-    Then the backward of a gated activation may write over these, its inputs, which halves its memory (`owned=True`).
-
+    If so, a gated activation's backward may overwrite them, its inputs, with their gradients (`owned=True`).
     True for linear layers (plain, quantised or with adapters) without hooks or a replaced forward. False in foreign
     saved-tensor hooks, which may keep the tensors, except in checkpointing's.
     """
@@ -424,7 +424,7 @@ def _is_plain(module: Any) -> bool:
     if type(module) is not torch.nn.Linear:
         package = type(module).__module__.partition(".")[0]
         base = attributes["_modules"].get("base_layer")
-        if package not in _PACKAGES or not hasattr(module, "out_features"):
+        if package not in _LINEARS_FROM or not hasattr(module, "out_features"):
             return False
         if not _is_plain(base) if base is not None else package == "peft":  # modules_to_save wraps any module
             return False
@@ -435,32 +435,32 @@ def _is_plain(module: Any) -> bool:
 
 
 class Scope:
-    """A block in which this thread's autograd saves tensors by `may`: KEEP, CHEAP or MLP.
+    """A block in which this thread recomputes activations by `level`: KEEP, CHEAP or MLP.
 
     Scopes nest and may be entered again. A scope has no effect without gradients, under torch.compile, and inside other
-    saved-tensor hooks (gradient checkpointing, offloading), which must see every tensor of their region.
-    left_out: number of tensors for which a handle was saved
+    saved-tensor hooks (gradient checkpointing, offloading), which must get every tensor saved in their block.
+    handles: number of handles that were saved in place of tensors
     """
 
-    __slots__ = ("may", "left_out")
+    __slots__ = ("level", "handles")
 
-    def __init__(self, may: int) -> None:
-        self.may, self.left_out = may, 0
+    def __init__(self, level: int) -> None:
+        self.level, self.handles = level, 0
 
     def __enter__(self) -> "Scope":
         global _scopes_open
         if torch.compiler.is_compiling():
-            note_compiling()
+            log_compiling()
             return self
         if not torch.is_grad_enabled():
             _local.entered.append(None)
             return self
         scope, hooks = self, None
         if inside_foreign_hooks():
-            scope = _STEPPED_ASIDE
-            say_once("activations: other saved-tensor hooks (checkpointing, offloading) decide what is kept in them")
-        elif self.may != KEEP or innermost_hooks() is not None:
-            hooks = torch.autograd.graph.saved_tensors_hooks(pack if self.may != KEEP else pack_kept, unpack)
+            scope = _KEEP_SCOPE
+            log_once("activations: levels do nothing inside other saved-tensor hooks (checkpointing, offloading)")
+        elif self.level != KEEP or innermost_hooks() is not None:
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack if self.level != KEEP else pack_kept, unpack)
             hooks.__enter__()
         _local.entered.append((_local.scope, hooks))
         _local.scope = scope
@@ -482,12 +482,12 @@ class Scope:
             hooks.__exit__(*error)
 
 
-_STEPPED_ASIDE = Scope(KEEP)
+_KEEP_SCOPE = Scope(KEEP)
 
 
 def tileable(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    """Let an MLP's `forward(self, x)`, which treats rows separately, run in tiles in `with Tiles()` of
-    `kernels/pointwise/tiled_mlp.py`."""
+    """Make an MLP's `forward(self, x)` run in tiles of rows in a `with Tiles()` block (kernels/pointwise/tiled_mlp.py).
+    Its rows must be independent."""
 
     @functools.wraps(forward)
     def run(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -517,16 +517,15 @@ def inside_foreign_hooks() -> bool:
     return hooks[0] is not pack and hooks[0] is not pack_kept
 
 
-def say_once(message: str, level: int = logging.INFO) -> None:
-    """Log a line once in a process."""
+def log_once(message: str, level: int = logging.INFO) -> None:
+    """Log a message once in a process."""
     if message not in _logged:
         _logged.add(message)
         log.log(level, "liger_hw: %s", message)
 
 
-def note_compiling() -> None:
-    """Log that torch.compile, which traces now, decides about activations."""
-    say_once("torch.compile decides itself what to keep for backward; activations= does nothing in compiled code")
+def log_compiling() -> None:
+    log_once("torch.compile decides what to keep for backward; activations= does nothing in compiled code")
 
 
-note_compiling._dynamo_marked_constant = True  # as by torch.compiler.assume_constant_result: called while tracing
+log_compiling._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does: it runs while tracing

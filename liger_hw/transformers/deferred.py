@@ -1,14 +1,14 @@
-"""Logits that are not computed yet: the object a patched causal LM's output head returns while it trains.
+"""`DeferredLogits`: returned by a patched causal LM's output head in training, in place of the logits.
 
-The family's own forward runs on it unmodified. Scaling, tanh softcapping, adding a number to each column of the
+The family's own forward runs on it unchanged. Scaling, tanh softcapping, adding a number to each column of the
 vocabulary, casts to fp32, slices and reshapes of the leading dimensions are recorded.
-`torch.nn.functional.cross_entropy` then takes hidden states and head weight, so the logits never exist. Any other
-operation computes the logits (`materialise`): it calls the head, replays the recorded operations one by one, and goes
-on with plain tensors, as without the patch.
+`torch.nn.functional.cross_entropy` then takes hidden states and head weight, so the logits are never computed. Any
+other operation computes them (`materialise`): it calls the head, replays the recorded operations, and continues with
+plain tensors, as without the patch.
 
-The object is not a tensor, so C++ code cannot take it. `torch.autograd.Function.apply` passes it on to `forward` but
-gives it no gradient, so reading the logits there raises `GradientWouldBeLost`. The outputs of the model have an
-`OutputLogits` (output_logits.py) instead, which is a tensor.
+The object is not a tensor, so C++ code cannot take it. `torch.autograd.Function.apply` passes it to `forward`, but
+gives it no gradient; so computing the logits there raises `GradientWouldBeLost`. In the model's outputs an
+`OutputLogits` (output_logits.py), which is a tensor, takes its place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..runtime.checks import autocast_dtype
 
 
 class GradientWouldBeLost(RuntimeError):
-    """Deferred logits are read where autograd does not notice: inside an autograd.Function's forward."""
+    """Deferred logits are computed inside an autograd.Function's forward, where autograd does not record it."""
 
 
 class NotRecorded(Exception):
@@ -36,7 +36,7 @@ class NotRecorded(Exception):
 
 
 class Surroundings:
-    """Grad mode, autocast and saved-tensor hooks when the head was called; the logits are computed under these."""
+    """Grad mode, autocast and saved-tensor hooks of the head's call, under which the logits are computed later."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -46,26 +46,24 @@ class Surroundings:
         self.tracked = self.grad and (torch.compiler.is_compiling() or has_forward_gradients())
 
     def restored(self) -> contextlib.ExitStack:
-        """Context manager that restores what has changed since.
+        """Context manager that restores the modes that have changed.
 
-        Hooks set since, say by a non-reentrant checkpoint around a loss, do not see what the product saves: it is
-        computed once, and would be missing when they recompute.
+        Newer hooks, such as those of a non-reentrant checkpoint around a loss, do not get the tensors that the head
+        saves: the head runs only once, so the checkpoint's recomputation would lack these tensors.
         """
         stack = contextlib.ExitStack()
         if torch.is_grad_enabled() != self.grad:
             stack.enter_context(torch.set_grad_enabled(self.grad))
         if autocast_dtype(self.device_type) is not self.dtype:
-            autocasts = self.dtype is not None
-            stack.enter_context(torch.autocast(self.device_type, dtype=self.dtype, enabled=autocasts))
+            stack.enter_context(torch.autocast(self.device_type, dtype=self.dtype, enabled=self.dtype is not None))
         if _hooks_in_force() != self.hooks:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         return stack
 
 
 def _state(t: torch.Tensor) -> tuple[torch.Tensor, int | None, int | None]:
-    """(tensor, its version or None if torch does not count it, its address or None without memory of its own).
-
-    Assigning to `.data` changes the address."""
+    """(tensor, version or None in inference mode, address or None for a subclass). Assigning `.data` changes only the
+    address."""
     has_memory = type(t) in (torch.Tensor, torch.nn.Parameter) and not is_functorch_wrapped(t)
     return t, None if t.is_inference() else t._version, t.data_ptr() if has_memory else None
 
@@ -78,24 +76,22 @@ def inside_a_function() -> bool:
     """Whether this runs in an autograd.Function, whose results must be tensors to have a gradient."""
     if torch.compiler.is_compiling():
         return False
-    if graph_task() != -1:  # in a backward without hooks: a checkpoint with use_reentrant=True runs its forward again
+    if graph_task() != -1:  # in backward; without hooks it is the forward of a checkpoint with use_reentrant=True
         return recipes.innermost_hooks() is None
-    # only the forward of a Function switches forward-mode gradients off as well
+    # outside inference mode, only a Function's forward disables forward-mode gradients
     return not has_forward_gradients() and not torch.is_inference_mode_enabled()
 
 
 class DeferredLogits:
-    """`head(hidden)`, with the operations recorded since: `cap * tanh(y)`, or y when cap is None, of
-    `y = scale * head(hidden) + added`.
+    """`head(hidden)` and the operations recorded on it: `y = scale * head(hidden) + added`, or `cap * tanh(y)`.
 
+    head: the OutputHead (loss.py) that runs the real head or the fused loss
     hidden: [..., hidden_size], sliced and reshaped like the logits
-    head: an `OutputHead` (see loss.py): `logits(hidden, surroundings)` runs the real module, `fused_loss(...)` the loss
-    without logits, `vocab_size` is the length of the last dimension where it is known without computing
-    added: [vocab], which has no gradient, or None for zeros
-    head_input: the head's argument, if that is a shard of `hidden`
-    parent, replay: the object this one was derived from, and the operation that did it
+    head_input: the argument of the head's call; differs from `hidden` if it is a shard of it
+    cap: None: no softcap; added: [vocab] without a gradient; None: zeros
+    parent, replay: the DeferredLogits from which this one was derived, and the operation to do on its logits
 
-    Fields have an underscore, so as not to hide an attribute of tensors; loss.py and output_logits.py read them.
+    Fields have an underscore so that they hide no attribute of tensors. loss.py and output_logits.py read them.
     """
 
     def __init__(
@@ -118,7 +114,7 @@ class DeferredLogits:
         self._parent, self._replay = parent, replay
         self._derived: list[Any] = []
         self._logits: torch.Tensor | None = None
-        self._left_with: list[tuple] | None = None
+        self._state_at_end: list[tuple] | None = None
         self._is_detached = self._only_records = False
         self._leaves: list[torch.Tensor] = []
         self._leading = hidden.shape[:-1]
@@ -133,14 +129,14 @@ class DeferredLogits:
     ) -> Any:
         """The deferred result of `replay` on these logits.
 
-        of_hidden: the same for the hidden states; changed: dtype, scale, cap and added of the result where they differ
+        of_hidden: the same operation on hidden states; changed: those of dtype, scale, cap and added that change
         """
         if not self.is_deferred:
             return replay(self.materialise())
         formula, hidden = {**self._formula(), **changed}, of_hidden(self._hidden)
         derived = DeferredLogits(self._head, hidden, self._surroundings, **formula, parent=self, replay=replay)
         derived._is_detached = self._is_detached
-        if not self._is_detached:  # logits in outputs do this themselves
+        if not self._is_detached:  # those of an OutputLogits, which keeps such a list itself
             self._derived.append((lambda: derived) if torch.compiler.is_compiling() else weakref.ref(derived))
         return derived
 
@@ -151,19 +147,19 @@ class DeferredLogits:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether neither this object nor one it was derived from has been computed."""
+        """Whether neither these logits nor any from which they were derived have been computed."""
         return self._logits is None and (self._parent is None or self._parent.is_deferred)
 
     def materialise(self) -> torch.Tensor:
         """The logits as a plain tensor [..., vocab_size]; computed once.
 
         Raises `GradientWouldBeLost` inside an autograd.Function's forward, and `RuntimeError` if weights or hidden
-        states have changed since `leave`.
+        states have changed after `end_forward`.
         """
         if self._only_records:
             raise NotRecorded
         self._check_gradient()
-        if self._surroundings.grad and torch.is_inference_mode_enabled():  # read first here, later in training
+        if self._surroundings.grad and torch.is_inference_mode_enabled():  # training may read the same tensor later
             with torch.inference_mode(False):
                 return self.materialise()
         if self._logits is None:
@@ -171,7 +167,7 @@ class DeferredLogits:
                 self.check_unchanged()
                 if self._is_detached:
                     self._leaves = [t.detach() for t in self.computed_from()]
-                    for leaf in self._leaves:  # all of them, since a program may have frozen a weight meanwhile
+                    for leaf in self._leaves:  # also of a weight that a program has frozen since the forward
                         leaf.requires_grad = self._surroundings.grad and not leaf.is_inference()
                     self._head.computed = True
                     with self._surroundings.restored():
@@ -183,32 +179,32 @@ class DeferredLogits:
                 if self._logits is None:
                     with self._surroundings.restored():
                         self._logits = self._replay(source)
-            # Compute derived logits before a program can change these in place. Some share this memory and others are
-            # copies, as if each had been computed when it was derived.
+            # Derived logits are computed now, before a program can change these in place: as without the patch, such a
+            # change must reach derived views but not derived copies.
             derived, self._derived = self._derived, []
             for reference in derived:
                 if (logits := reference()) is not None:
                     logits.materialise()
         return self._logits
 
-    def leave(self) -> None:
-        """Called when the forward ends; from then on a program may change weights and hidden states."""
+    def end_forward(self) -> None:
+        """Note the inputs' state when the model's forward ends, after which a program may change them."""
         root = self._chain()[-1]
-        if root._left_with is None:
-            root._left_with = [_state(t) for t in self.computed_from()]
+        if root._state_at_end is None:
+            root._state_at_end = [_state(t) for t in self.computed_from()]
 
-    def detached_twin(self) -> "DeferredLogits":
-        """The same logits, computed separately, with a graph that begins at `leaves`."""
+    def detached_copy(self) -> "DeferredLogits":
+        """The same logits, computed separately from detached inputs, the `leaves`."""
         *steps, root = self._chain()
-        twin = DeferredLogits(root._head, root._hidden, root._surroundings, root.dtype, head_input=root._head_input)
-        twin._left_with, twin._is_detached = root._left_with, True
+        copied = DeferredLogits(root._head, root._hidden, root._surroundings, root.dtype, head_input=root._head_input)
+        copied._state_at_end, copied._is_detached = root._state_at_end, True
         for step in reversed(steps):
-            twin = twin._derive(step._replay, lambda _, hidden=step._hidden: hidden, **step._formula())
-        return twin._derive(lambda x: x if x.is_contiguous() else x.clone())
+            copied = copied._derive(step._replay, lambda _, hidden=step._hidden: hidden, **step._formula())
+        return copied._derive(lambda x: x if x.is_contiguous() else x.clone())
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """Leaves of a computed twin's graph, in the order of `computed_from`."""
+        """Leaves of a computed copy's graph, in the order of `computed_from`."""
         return self._chain()[-1]._leaves
 
     def _chain(self) -> list["DeferredLogits"]:
@@ -218,32 +214,32 @@ class DeferredLogits:
         return chain
 
     def computed_from(self) -> list[torch.Tensor]:
-        """The hidden states of the call and the weights, for a fused head. For a detached twin the weights that the
-        forward used: a program may have replaced the head's since (`torch.func.functional_call`)."""
+        """The head's argument and weights, for a fused head. For a detached copy they are the forward's weights, which
+        the head may no longer have (`torch.func.functional_call`)."""
         root = self._chain()[-1]
-        if root._is_detached and root._left_with is not None:
-            return [t for t, *_ in root._left_with]
+        if root._is_detached and root._state_at_end is not None:
+            return [t for t, *_ in root._state_at_end]
         return [root._head_input, *self._head.weights()]
 
     def has_same_weights(self) -> bool:
         return [id(t) for t in self.computed_from()[1:]] == [id(t) for t in self._head.weights()]
 
     def check_unchanged(self) -> None:
-        before = self._chain()[-1]._left_with
+        before = self._chain()[-1]._state_at_end
         if before is None:
             return
         now = [_state(t) for t in self.computed_from()]
         if len(now) != len(before) or not all(a[0] is b[0] and a[1:] == b[1:] for a, b in zip(before, now)):
             raise RuntimeError(
-                "liger_hw: the logits of this step were never computed, and the weights or hidden states that they "
-                "would be computed from have changed since; read outputs.logits before that (before optimizer.step()), "
-                "or call the model with skip_logits=False"
+                "liger_hw: the logits of this step cannot be computed any more: their weights or hidden states have "
+                "changed since; read outputs.logits before that (before optimizer.step()), or call the model with "
+                "skip_logits=False"
             )
 
     def _check_gradient(self) -> None:
-        """Raise where the result's gradient would not reach hidden states and weights."""
+        """Raise if the gradient of logits computed here would not reach hidden states and weights."""
         if self._is_detached:
-            return  # the tensor that stands for them passes the gradient on
+            return  # OutputLogitsFunction passes the gradient on
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled() or not self._surroundings.grad:
                 return
@@ -257,7 +253,7 @@ class DeferredLogits:
             )
 
     def cross_entropy(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`torch.nn.functional.cross_entropy` of these logits, by liger_hw's kernels if they apply."""
+        """`torch.nn.functional.cross_entropy` of these logits, by a kernel if it supports the arguments."""
         self._check_gradient()
         target, options, is_known = loss_arguments(*args, **kwargs)
         if is_known and self.is_rows_for(target):
@@ -266,7 +262,7 @@ class DeferredLogits:
         return F.cross_entropy(self.materialise(), *args, **kwargs)
 
     def is_rows_for(self, target: Any) -> bool:
-        """Whether these are [n, vocab], and `target` the number of a class for each row."""
+        """Whether these logits are [n, vocab] and `target` has class indices."""
         is_row = isinstance(target, torch.Tensor) and target.dim() == 1 and target.dtype == torch.int64
         return is_row and len(self._leading) == 1
 
@@ -297,7 +293,7 @@ class DeferredLogits:
         return {"scale": self._scale * factor, "added": added}
 
     def add(self, other: Any, **kwargs: Any) -> Any:
-        """Recorded for a tensor with one number a column and no gradient, such as BART's `final_logits_bias`."""
+        """Recorded for a tensor [vocab] without a gradient, such as BART's `final_logits_bias`."""
         return self.materialise().add(_plain(other), **kwargs) if kwargs else self + other
 
     def __add__(self, other: Any) -> Any:
@@ -311,7 +307,7 @@ class DeferredLogits:
     __radd__ = __add__
 
     def _is_row(self, value: Any) -> bool:
-        """Whether adding a tensor adds the same numbers to the logits of every position."""
+        """Whether `value` is a tensor [..., vocab] that adds the same numbers at every position, without a gradient."""
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device != self.device:
             return False
         is_row = 0 < value.dim() <= self.dim() and value.numel() == value.shape[-1] == self._head.vocab_size
@@ -321,7 +317,7 @@ class DeferredLogits:
         return self.to(torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Recorded for fp32, the current dtype and the current device; anything else computes."""
+        """Recorded for fp32, the current dtype and the current device; else the logits are computed."""
         for target in (*args, *kwargs.values()):
             same_device = isinstance(target, (str, torch.device)) and torch.device(target) == self.device
             if not (same_device or target is torch.float32 or target is self.dtype or isinstance(target, bool)):
@@ -340,7 +336,7 @@ class DeferredLogits:
         return self._derive(lambda x: x.reshape(*sizes), lambda x: x.reshape(*sizes[:-1], x.shape[-1]))
 
     def view(self, *shape: Any) -> Any:
-        """As reshape; with a dtype instead of a shape it computes."""
+        """As reshape; with a dtype in place of a shape the logits are computed."""
         if not all(isinstance(size, (int, tuple, list)) for size in shape):
             return self.materialise().view(*shape)
         return self.reshape(*shape)
@@ -362,7 +358,7 @@ class DeferredLogits:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the head is one whose weight the loss may read: a plain linear layer, of known width."""
+        """Whether the loss can read the head's weight: a linear layer with an `Access` and a known width."""
         return self._head.access is not None and self._head.vocab_size is not None
 
     @property
@@ -412,7 +408,7 @@ class DeferredLogits:
 
 
 FUNCTIONS = ("tanh", "mul", "multiply", "div", "divide", "true_divide", "reshape", "flatten")
-"""Recorded operations that torch has as functions too; `add` is recorded in the model's forward alone."""
+"""Recorded operations that are functions of torch too. `add` is recorded only in the model's forward."""
 _RECORDED = {getattr(torch, name): name for name in (*FUNCTIONS, "add")}
 
 
@@ -441,7 +437,7 @@ def loss_arguments(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> tuple[Any, dict[str, Any], bool]:
-    """(target, the options that our losses have, whether there are no others) of the arguments of
+    """(target, the options that our losses have, whether no other option is set), from the arguments of
     `torch.nn.functional.cross_entropy` after the logits."""
     options = dict(weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     return target, options, size_average is None and reduce is None
@@ -452,12 +448,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with every DeferredLogits inside tuples, lists and dicts computed."""
+    """`value` with each DeferredLogits in it, also in tuples, lists and dicts, replaced by the computed logits."""
     return tree_map_only(DeferredLogits, DeferredLogits.materialise, value)
 
 
 def _keeps_last_dimension(items: tuple, ndim: int) -> bool:
-    """Whether indexing with `items` takes the last of `ndim` dimensions whole and leaves it last."""
+    """Whether indexing with `items` keeps the last of `ndim` dimensions whole and last."""
     used = 0
     for item in items:
         if isinstance(item, torch.Tensor):

@@ -1,12 +1,12 @@
-"""The one loss path of every causal LM: its own forward, run with an output head that defers the logits.
+"""The loss of every causal LM: the family's own forward runs with an output head that defers the logits.
 
-`causal_lm_forward` wraps a family's forward. With labels the forward runs on a `ModelView`, in which the output head is
-an `OutputHead`, whose result is a `DeferredLogits` (deferred.py). Nothing is written to the model, so this works in
+`causal_lm_forward` wraps a family's forward. With labels the forward runs on a `ModelView`, in which an `OutputHead`
+takes the head's place and returns a `DeferredLogits` (deferred.py). Nothing is written to the model, so this works in
 threads, under gradient checkpointing and inside `torch.compile(fullgraph=True)`.
 
 `distributed/owners.py` decides how the head's weight may be read: at any time, only inside the head's own forward
 (FSDP, ZeRO-3, accelerate's placement), or as this rank's slice of the vocabulary (tensor parallelism). Other heads
-(LoRA, quantised, offloaded, hooked) compute their logits, and one warning says why and what to do.
+(LoRA, quantised, offloaded, hooked) compute their logits; one warning has the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from .report import patched_parts
 log = logging.getLogger("liger_hw")
 _UNUSED = "liger_hw: the fused linear cross-entropy is not used for this output head: %s"
 _SLICED = (
-    "its weight is split over ranks, and the loss weighs classes or the logits have a bias of their own; its logits "
-    "are computed in full, which is right but takes their memory"
+    "its weight is split over ranks, and the loss has class weights or a bias is added to the logits; its logits are "
+    "computed in full, which is right but takes their memory"
 )
 
 
 class ModelView:
-    """A module with the attribute `name` replaced by `value`; other attributes are read from and written to the module.
+    """A module with `value` in place of its attribute `name`. Other attributes are read from and written to the module.
 
-    A call runs the module's forward with the view as self. For a head inside modules (BERT's cls.predictions.decoder),
-    `value` is a view too.
+    A call runs the module's forward with the view as self. For a nested head (BERT's cls.predictions.decoder) `value`
+    is a view too.
     """
 
     def __new__(cls, module: nn.Module, name: str, value: Any) -> "ModelView":
@@ -66,7 +66,7 @@ class ModelView:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         viewed = self._viewed
         forward = getattr(viewed.forward, "__func__", None)
-        if forward is None or hooks_of(viewed):  # hooks must see the real module
+        if forward is None or hooks_of(viewed):  # hooks must get the real module
             return viewed(*args, **kwargs)
         return forward(self, *args, **kwargs)
 
@@ -83,7 +83,7 @@ class ModelView:
 
 
 class _ViewType(type):
-    """Gives the type of a view the attributes of the viewed module's type, for `type(self).CONSTANT` in its forward."""
+    """Type of view classes: they have the viewed class's attributes, for `type(self).CONSTANT` in its forward."""
 
     def __getattr__(cls, name: str) -> Any:
         if name == "viewed_type":
@@ -107,28 +107,27 @@ class OutputHead:
 
     module: the real head
     fused: the loss takes hidden states and weight; else it takes logits, and only the loss is replaced
-    wants: what else to compute: `token_accuracy`, the share of rows whose largest logit is the target, and
+    extras: further results: `token_accuracy`, the share of rows whose largest logit is the target's, and
     `predicted_tokens`, the index of each row's largest logit; `results` has them after the loss
-    counted: the number of labels that are not ignored, being copied to the host; a loss with at most `rows` rows, the
-    number of labels, then leaves ignored rows out of its products
-    stands_in: code that is not transformers' takes the logits: it gets an `OutputLogits`, which is a tensor, if the
-    head is fused and whole
-    called, computed, loss_called: whether the head was called, its logits computed, and a loss called that can take
-    hidden states
-    loss_nodes: the autograd nodes of the losses that took hidden states
+    counted: the number of labels that are not ignored, on its way to the host. With it a loss of at most `rows` rows,
+    the number of labels, leaves ignored rows out of its products.
+    as_tensor: other code than transformers' takes the logits. A call then returns an `OutputLogits`, which is a tensor,
+    if the head is fused and its weight whole.
+    called, computed, loss_called: whether the head was called, its logits computed, a loss called that may be fused
+    loss_nodes: autograd nodes of the fused losses
     """
 
     def __init__(
         self,
         module: nn.Module,
         fused: bool,
-        wants: tuple[str, ...] = (),
+        extras: tuple[str, ...] = (),
         counted: CountedRows | None = None,
         rows: int = 0,
-        stands_in: bool = False,
+        as_tensor: bool = False,
     ) -> None:
-        self.module, self.fused, self.wants, self.counted, self.rows = module, fused, wants, counted, rows
-        self.stands_in = stands_in
+        self.module, self.fused, self.extras, self.counted, self.rows = module, fused, extras, counted, rows
+        self.as_tensor = as_tensor
         self.loss_nodes: list[weakref.ref] = []
         self.access: Access | None = None
         self.results: dict[str, torch.Tensor] = {}
@@ -148,33 +147,33 @@ class OutputHead:
         surroundings = Surroundings(hidden.device.type)
         dtype = surroundings.dtype or hidden.dtype
         deferred = DeferredLogits(self, hidden, surroundings, dtype, head_input=head_input)
-        return output_logits(deferred) if self.stands_in and self.access is not None and self.is_whole() else deferred
+        return output_logits(deferred) if self.as_tensor and self.access is not None and self.is_whole() else deferred
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
     @property
     def vocab_size(self) -> int | None:
-        """Length of the logits' last dimension; None if only computing them tells."""
+        """Length of the logits' last dimension; None if it is unknown before they are computed."""
         linear = self.module if self.access is None else self.access.linear
         if self.access is not None or type(linear) is nn.Linear:
             return head_width(linear)
         return getattr(linear, "out_features", None)
 
     def is_whole(self) -> bool:
-        """Whether one rank alone can compute logits after the forward, as the weight is neither gathered nor split."""
+        """Whether this rank has the whole weight also after the forward, and can compute logits without the others."""
         return self.access is None or (self.access.caller is None and self.access.mesh is None)
 
-    def why_not_asked(self, model: str) -> str:
-        """Why no loss of this model took hidden states, after its forward; "" if one did, if the logits are still
-        deferred, or if `find_access` has given the reason."""
+    def why_not_fused(self, model: str) -> str:
+        """After the forward, why the model called no loss that could be fused. "" if it called one, if the logits are
+        still deferred, or if `find_access` has given the reason."""
         if not self.called:
-            return f"{model} computes its logits elsewhere, in full, which is right but takes their memory"
+            return f"{model} computes its logits without it, in full, which is right but takes their memory"
         if self.loss_called or not self.computed or self.access is None:
             return ""
         return (
-            f"{model}, or its loss function, does more with the logits than the loss can take along; they are computed "
-            "in full, which is right but takes their memory"
+            f"{model}, or its loss function, uses an operation on the logits that the fused loss does not have; they "
+            "are computed in full, which is right but takes their memory"
         )
 
     def has_gradient(self, hidden: torch.Tensor) -> bool:
@@ -186,20 +185,20 @@ class OutputHead:
             return self.module(hidden)
 
     def weights(self) -> list[nn.Parameter]:
-        """Weight and bias of a fused head's linear layer, as in the call."""
+        """Weight and bias of a fused head's linear layer."""
         return [t for t in (self.access.linear.weight, self.access.linear.bias) if t is not None]
 
     def loss_of_computed(
         self, logits: DeferredLogits, computed: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Loss of `logits` [n, vocab], whose values are `computed`, for `target` int64 [n]; options: torch's weight,
-        ignore_index, ..."""
+        """Loss of `logits` [n, vocab], whose values are `computed`. target: int64 [n]; options: as `loss_arguments`
+        returns them"""
         if self._is_left_to_torch(logits):
             return torch.nn.functional.cross_entropy(computed, target, **options)
-        return self._loss_of(functional.liger_cross_entropy(computed, target, **self._more(), **options))
+        return self._loss_of(functional.liger_cross_entropy(computed, target, **self._return_flags(), **options))
 
     def fused_loss(self, logits: DeferredLogits, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
-        """The same loss from hidden states and weight, or None if they do not suffice."""
+        """The same loss from hidden states and weight, or None if it cannot be fused."""
         self.loss_called = True
         if self._is_left_to_torch(logits) or not self._can_fuse(logits, options):
             return None
@@ -207,17 +206,17 @@ class OutputHead:
 
     def _is_left_to_torch(self, logits: DeferredLogits) -> bool:
         whole = self.access is None or self.access.mesh is None
-        return whole and not self.wants and should_use_original(logits)
+        return whole and not self.extras and should_use_original(logits)
 
-    def _more(self) -> dict[str, bool]:
-        return {f"return_{name}": True for name in self.wants}
+    def _return_flags(self) -> dict[str, bool]:
+        return {f"return_{name}": True for name in self.extras}
 
     def _can_fuse(self, logits: DeferredLogits, options: dict[str, Any]) -> bool:
         cap = logits._cap
         if self.access is None or not logits.is_deferred or not (cap is None or 0 < cap < math.inf):
             return False
-        if self.access.caller is not None and torch.compiler.is_compiling():  # swapping a forward cannot be traced
-            _note_compiled()
+        if self.access.caller is not None and torch.compiler.is_compiling():  # replacing a forward cannot be traced
+            _warn_compiled()
             return False
         if self.access.mesh is not None and (options["weight"] is not None or logits._added is not None):
             _warn(_SLICED)
@@ -235,18 +234,18 @@ class OutputHead:
     ) -> torch.Tensor:
         target = target.to(hidden.device)
         cast = logits._surroundings.dtype
-        if cast is not None:  # autocast: what F.linear would have done
+        if cast is not None:  # as F.linear under autocast
             hidden, weight, bias = hidden.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
         softcap, scale, added = logits._cap, logits._scale, logits._added
-        if softcap is not None:  # cap * tanh(scale * x + added) is a softcap of (x * scale + added) * cap
+        if softcap is not None:  # cap * tanh(y), where the loss's softcap is cap * tanh(logits / cap): logits = cap * y
             scale, added = scale * softcap, None if added is None else added * softcap
-        if not abs(scale - 1.0) <= 1e-9:  # a NaN too
+        if not abs(scale - 1.0) <= 1e-9:  # true for NaN
             hidden, bias = hidden * scale, None if bias is None else bias * scale
         if added is not None:
             bias = (added if bias is None else bias + added).to(weight.dtype)
         with contextlib.nullcontext() if hidden.is_meta else torch.autocast(hidden.device.type, enabled=False):
             compact = self.counted if self.counted is not None and target.numel() <= self.rows else False
-            settings = {**options, "bias": bias, "softcap": softcap, "compact": compact, **self._more()}
+            settings = {**options, "bias": bias, "softcap": softcap, "compact": compact, **self._return_flags()}
             ce_weight = settings.pop("weight")
             if self.access.mesh is None:
                 head = functional.liger_fused_linear_cross_entropy
@@ -257,19 +256,19 @@ class OutputHead:
         loss = self._loss_of(result)
         if loss.requires_grad and not torch.compiler.is_compiling():
             self.loss_nodes.append(weakref.ref(loss.grad_fn))
-        if autocast_dtype(hidden.device.type) is not None:  # there torch's cross_entropy is fp32 for any logits
+        if autocast_dtype(hidden.device.type) is not None:  # torch's cross_entropy is fp32 under autocast
             return loss
         return loss.to(logits.dtype)
 
     def _loss_of(self, result: Any) -> torch.Tensor:
-        if not self.wants:
+        if not self.extras:
             return result
-        self.results = {name: getattr(result, name) for name in self.wants}
+        self.results = {name: getattr(result, name) for name in self.extras}
         return result.loss
 
 
 @torch.compiler.assume_constant_result
-def _note_compiled() -> None:
+def _warn_compiled() -> None:
     warn_once(
         "it is compiled while its weight is gathered by hooks; its logits are computed in full, which is right but "
         "takes their memory. To fuse it, compile the layers instead of the whole model"
@@ -288,7 +287,7 @@ def _warn(reason: str) -> None:
 
 
 def head_path(model: nn.Module) -> str:
-    """Dotted path of a causal LM's output head, or "" if the head is not a module of its own."""
+    """Dotted path of a causal LM's output head, or "" if the model has no module for it."""
     try:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
@@ -299,35 +298,35 @@ def head_path(model: nn.Module) -> str:
 
 
 def why_not_fused(model: nn.Module, head_at: str) -> str:
-    """Why the head of a live model computes its logits, or "" if the loss takes hidden states and weight."""
+    """Why the loss of a live model cannot be fused, or ""."""
     access = find_access(_at(model, head_at))
     return access if isinstance(access, str) else ""
 
 
 def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: list[bool]) -> Callable:
-    """A forward for a causal LM class or instance, which wraps its own.
+    """A forward for a causal LM class or instance that wraps `original`.
 
-    original: the family's forward, taking the model first; head_at: dotted path of the output head
-    fused: while training with labels the loss takes hidden states, and logits are not computed; otherwise they are
-    computed as usual and only the loss is replaced
-    switch: when this is empty, the family's own forward runs
+    original: the family's forward, an unbound function; head_at: dotted path of the output head
+    fused: in training with labels the loss takes hidden states, and logits are not computed; else they are computed as
+    usual and only the loss is replaced
+    switch: a list; if it is empty, `original` runs
 
-    The result takes three more keywords: `skip_logits` (True or False; None: while training with labels; no effect
-    without labels), `return_token_accuracy` and `return_predicted_tokens` (set `outputs.token_accuracy` and
-    `outputs.predicted_tokens`, one for each position, undefined at ignored labels; otherwise these attributes are
-    None). `shift_labels` alone gives a loss too. Skipped logits are computed when they are read, before backward; they
-    are None inside torch.compile, in replicas of `nn.DataParallel`, and if the head's weight is sharded, since a single
-    rank may read them.
+    The result has three more keywords: `skip_logits` (whether logits are deferred in a call with labels; None: in
+    training), `return_token_accuracy` and `return_predicted_tokens` (set `outputs.token_accuracy` and
+    `outputs.predicted_tokens`, one for each position, undefined at ignored labels; else these attributes are None).
+    `shift_labels` without `labels` gives a loss too. Skipped logits are computed when a program reads them before
+    backward. They are None inside torch.compile, in replicas of `nn.DataParallel`, and if the head's weight is sharded,
+    since all ranks would have to read them.
     """
     functional.liger_cross_entropy, functional.liger_fused_linear_cross_entropy  # noqa: B018  loaded before a step
     signature = inspect.signature(original)
     names = list(signature.parameters)
     labels_at = names.index("labels") - 1 if "labels" in names else len(names)
     of_transformers = _is_of_transformers(original)
-    undeferred: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    cannot_defer: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def path_of_head(self) -> str:
-        """`head_at`, or where a model of a patched class with another language model has its head; "" if nowhere."""
+        """`head_at`, or the head's path in a model of a patched class with another structure; "" without a head."""
         try:
             _at(self, head_at)
         except AttributeError:
@@ -345,70 +344,70 @@ def causal_lm_forward(original: Callable, head_at: str, fused: bool, switch: lis
         if not alone and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             agreement.at_first_step(self, patched_parts)
         labels = kwargs.get("labels") if len(args) <= labels_at else args[labels_at]
-        shifted_alone = labels is None and len(args) <= labels_at and kwargs.get("shift_labels") is not None
-        head_is_at = "" if labels is None and not shifted_alone else path_of_head(self)
-        module = _at(self, head_is_at) if head_is_at else None
+        only_shifted = labels is None and len(args) <= labels_at and kwargs.get("shift_labels") is not None
+        path = "" if labels is None and not only_shifted else path_of_head(self)
+        module = _at(self, path) if path else None
         # an OutputHead: the caller is the patched forward of a subclass or of an outer model
         if module is None or type(module) is OutputHead:
             return original(self, *args, **kwargs)
-        if shifted_alone:
+        if only_shifted:
             labels = kwargs["labels"] = kwargs["shift_labels"]
         # transformers' pipeline parallelism takes the last stage's logits and sends them to every rank
         trains = self.training and not getattr(self, "_pp_forward_wrapped", False)
         skip = fused and (trains and not inside_a_function() if skip_logits is None else bool(skip_logits))
         flags = return_token_accuracy, return_predicted_tokens
-        wants = tuple(name for name, is_wanted in zip(_ATTRIBUTES, flags) if is_wanted)
-        if fused and not skip and not wants:
+        extras = tuple(name for name, is_set in zip(_ATTRIBUTES, flags) if is_set)
+        if fused and not skip and not extras:
             return original(self, *args, **kwargs)
         if torch.compiler.is_compiling():
-            head = OutputHead(module, fused and skip, wants)
-            return _finish(original(viewed_with(self, head_is_at, head), *args, **kwargs), head, skip, keep=False)
-        if self in undeferred:
+            head = OutputHead(module, fused and skip, extras)
+            return _finish(original(viewed_with(self, path, head), *args, **kwargs), head, skip, keep=False)
+        if self in cannot_defer:
             return original(self, *args, **kwargs)
         counted, rows, is_replica = None, labels.numel(), getattr(self, "_is_replica", False)
         known_loss = of_transformers and _loss_is_of_transformers(self)
         if skip and known_loss:  # another loss may use rows that the labels ignore
             # counted before the model runs, so that the number is on the host when the loss needs it
-            shifted = kwargs.get("shift_labels")  # which some families' forward takes and does not use
+            shifted = kwargs.get("shift_labels")  # the forward of some families ignores it, and uses `labels`
             counted = CountedRows(labels if shifted is None else (labels, shifted))
-        head = OutputHead(module, fused and skip, wants, counted, rows, not known_loss and not is_replica)
+        head = OutputHead(module, fused and skip, extras, counted, rows, not known_loss and not is_replica)
         try:
             begins = skip and id(self.config) not in compile_ahead.begun
             with compile_ahead.during_first_forward(self.config, labels.device) if begins else contextlib.nullcontext():
-                outputs = original(viewed_with(self, head_is_at, head), *args, **kwargs)
-            if skip and (reason := head.why_not_asked(type(self).__name__)):
+                outputs = original(viewed_with(self, path, head), *args, **kwargs)
+            if skip and (reason := head.why_not_fused(type(self).__name__)):
                 _warn(reason)
-            if wants and not head.results:
-                _warn(f"{type(self).__name__} takes no cross entropy of them, so {' and '.join(wants)} are not there")
+            if extras and not head.results:
+                _warn(f"{type(self).__name__} calls no cross entropy, so {' and '.join(extras)} are not computed")
             return _finish(outputs, head, skip, keep=head.is_whole() and not is_replica)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
-            if wants or not _is_of_deferred_logits(error):
+            if extras or not _may_be_of_deferred_logits(error):
                 raise
             reason = first_line(error)
         outputs = original(self, *args, **kwargs)  # raises again if the error had another cause
-        undeferred.add(self)
+        cannot_defer.add(self)
         _warn(
-            f"its {type(self).__name__} does not run on deferred logits ({reason}); it ran again on logits that are "
-            "computed in full, and will from now on"
+            f"its {type(self).__name__} does not run on deferred logits ({reason}); this and later calls compute the "
+            "logits in full"
         )
         return outputs
 
-    extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in _KEYWORDS]
+    ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in _KEYWORDS]
     parameters = [p for p in signature.parameters.values() if p.name not in _KEYWORDS]
     at = len(parameters) - bool(parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
-    forward.__signature__ = signature.replace(parameters=[*parameters[:at], *extra, *parameters[at:]])
+    forward.__signature__ = signature.replace(parameters=[*parameters[:at], *ours, *parameters[at:]])
     return forward
 
 
-def _is_of_deferred_logits(error: Exception) -> bool:
-    """Whether a forward may have raised because its logits were deferred. Most RuntimeErrors have another cause, such
-    as no memory, but a function scripted by torch.jit raises one then."""
-    foreign = isinstance(error, RuntimeError) and not isinstance(error, (GradientWouldBeLost, NotImplementedError))
-    return not foreign or DeferredLogits.__name__ in str(error)
+def _may_be_of_deferred_logits(error: Exception) -> bool:
+    """Whether a forward may have raised this because its logits were deferred. A RuntimeError mostly has another cause,
+    such as lack of memory; those that name DeferredLogits are raised by functions scripted by torch.jit."""
+    other_cause = isinstance(error, RuntimeError) and not isinstance(error, (GradientWouldBeLost, NotImplementedError))
+    return not other_cause or DeferredLogits.__name__ in str(error)
 
 
 def _is_of_transformers(function: Any) -> bool:
-    """Whether a function, and each function that it wraps (functools.wraps), is code of transformers."""
+    """Whether a function and all functions that it wraps (functools.wraps) are transformers' code."""
     while function is not None:
         if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
             return False
@@ -417,16 +416,16 @@ def _is_of_transformers(function: Any) -> bool:
 
 
 def _loss_is_of_transformers(model: nn.Module) -> bool:
-    """Whether a transformers model's loss function is code of transformers: a program may set another on the model, its
-    class or in transformers' table of losses."""
+    """Whether a model's loss function is transformers' code. A program may set another one on the model, its class or
+    in transformers' LOSS_MAPPING."""
     function = getattr(model, "loss_function", None)
     return function is None or _is_of_transformers(function)
 
 
 _ATTRIBUTES = ("token_accuracy", "predicted_tokens")
-"""Attributes of outputs beside the family's own."""
+"""Attributes that a patched forward adds to the outputs."""
 _KEYWORDS = ("skip_logits", "return_token_accuracy", "return_predicted_tokens")
-"""Keywords of a patched forward beside the family's own."""
+"""Keywords that a patched forward adds."""
 
 
 def _at(module: Any, path: str) -> Any:
@@ -436,23 +435,23 @@ def _at(module: Any, path: str) -> Any:
 
 
 def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
-    """`outputs` of a forward, with the deferred logits in them computed unless they are to be skipped.
+    """The outputs of a forward, without DeferredLogits: these are computed, or replaced if they are to be skipped.
 
-    keep: skipped logits stay deferred, as `OutputLogits`, and can be read; else they are None
+    keep: skipped logits are replaced by an `OutputLogits`, which can be read later; else by None
     """
-    head.counted = None  # it was for the loss of the forward
-    stand_ins: dict[int, Any] = {}  # an object that is in the outputs twice stays one
+    head.counted = None  # later losses may have other labels
+    tensors: dict[int, Any] = {}  # logits that are in the outputs twice get one tensor
 
-    def settled(value: DeferredLogits) -> Any:
-        if not skip or (keep and not value.is_deferred):
-            return value.materialise()
+    def replacement(logits: DeferredLogits) -> Any:
+        if not skip or (keep and not logits.is_deferred):
+            return logits.materialise()
         if not keep:
             return None
-        if id(value) not in stand_ins:
-            stand_ins[id(value)] = output_logits(value)
-        return stand_ins[id(value)]
+        if id(logits) not in tensors:
+            tensors[id(logits)] = output_logits(logits)
+        return tensors[id(logits)]
 
-    outputs = _replaced(outputs, settled)
+    outputs = _replaced(outputs, replacement)
     for name, value in head.results.items():
         if isinstance(outputs, dict):
             outputs[name] = value
@@ -462,7 +461,7 @@ def _finish(outputs: Any, head: OutputHead, skip: bool, keep: bool) -> Any:
 
 
 def _with_attributes(outputs: Any) -> Any:
-    """A `ModelOutput` with None for the attributes that were not asked for; its items are unchanged."""
+    """`outputs`; a `ModelOutput` gets None for each of `_ATTRIBUTES` that it lacks, which adds no items."""
     if isinstance(outputs, dict) and hasattr(outputs, "__dict__"):
         for name in _ATTRIBUTES:
             if not hasattr(outputs, name):
@@ -470,31 +469,31 @@ def _with_attributes(outputs: Any) -> Any:
     return outputs
 
 
-def _replaced(value: Any, settled: Callable[[DeferredLogits], Any], is_output: bool = True) -> Any:
-    """A model's outputs with their deferred logits replaced, also inside tuples, lists, dicts and dataclasses, since a
-    model around a language model may return its outputs. Without deferred logits it is `value` itself.
+def _replaced(value: Any, replacement: Callable[[DeferredLogits], Any], is_output: bool = True) -> Any:
+    """A model's outputs with deferred logits replaced, also inside tuples, lists, dicts and dataclasses: a model around
+    a language model may return the inner model's outputs. Without deferred logits it is `value` itself.
 
-    is_output: whether these are the outputs themselves; of objects inside them only dataclasses are searched
+    is_output: whether `value` is the outputs, whose attributes are searched; else only those of dataclasses are
     """
     if isinstance(value, DeferredLogits):
-        return settled(value)
+        return replacement(value)
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, dict):
-        items = {name: (item, _replaced(item, settled, False)) for name, item in value.items()}
+        items = {name: (item, _replaced(item, replacement, False)) for name, item in value.items()}
         changed = {name: new for name, (item, new) in items.items() if new is not item}
-        if any(new is None for new in changed.values()):  # a ModelOutput leaves them out when it is made
+        if any(new is None for new in changed.values()):  # ModelOutput.__init__ drops items that are None
             return type(value)(**{name: new for name, (_, new) in items.items()})
-        for name, new in changed.items():  # making another ModelOutput takes 50 us
+        for name, new in changed.items():  # making a new ModelOutput takes 50 us
             value[name] = new
         return value
     if isinstance(value, (tuple, list)):
-        items = [_replaced(item, settled, False) for item in value]
+        items = [_replaced(item, replacement, False) for item in value]
         if all(new is old for new, old in zip(items, value)):
             return value
         return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if is_output or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
         for name, item in list(getattr(value, "__dict__", {}).items()):
-            if (new := _replaced(item, settled, False)) is not item:
+            if (new := _replaced(item, replacement, False)) is not item:
                 object.__setattr__(value, name, new)
     return value

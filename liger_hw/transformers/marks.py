@@ -8,7 +8,7 @@ PATCH_MARK = "_liger_hw_part"
 """Attribute of every function that a patch installs: (part, kernel). A functools.wraps wrapper of one has it too."""
 
 SWITCH = "_liger_hw_switch"
-"""Attribute of such a function: a list. When it is empty, the function runs the original."""
+"""Attribute of a patch's function: a list. The function runs the original while the list is empty."""
 
 _ORIGINAL, _ITSELF = "_liger_hw_original", "_liger_hw_itself"
 
@@ -18,8 +18,8 @@ def mark(
 ) -> Callable:
     """Mark `function` as installed by a patch, and return it.
 
-    switch: a list that a revert empties, since other code may still hold `function`, which then runs the original
-    original: the function that it replaces, whose name and docstring it takes
+    switch: a list that `revert` empties; code that still holds `function` then gets the original's results
+    original: the function that `function` replaces; its name and docstring are copied
     """
     setattr(function, PATCH_MARK, (part, kernel))
     setattr(function, _ITSELF, function)
@@ -38,14 +38,14 @@ def mark_of(function: Any) -> tuple[str, str] | None:
 
 
 def original_of(function: Callable) -> Callable:
-    """The function that a patch replaced by `function`; any other function itself."""
+    """The function that a patch replaced by `function`; `function` itself if no patch installed it."""
     while (original := getattr(function, _ORIGINAL, None)) is not None:
         function = original
     return function
 
 
 def is_ours(value: Any) -> bool:
-    """Whether a patch installed this function, bound method or class; false for a wrapper around it and for a class
-    derived from it. torch.compile can trace this."""
+    """Whether a patch installed this function, bound method or class. False for wrappers and subclasses of one, which
+    inherit the mark. torch.compile can trace this."""
     function = getattr(value, "__func__", value)
     return function is not None and getattr(function, _ITSELF, None) is function

@@ -82,11 +82,11 @@ def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) 
         return logits.materialise()
     computed_from = logits.computed_from()
     if not all(type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ for t in computed_from):
-        logits.leave()
+        logits.end_forward()
         return logits
     if parent is None:
-        logits = logits.detached_twin()
-    logits.leave()
+        logits = logits.detached_copy()
+    logits.end_forward()
     result = OutputLogitsFunction.apply(logits, *computed_from, parent)
     with without_torch_function():
         result._made_by, result._parent, result._derived = result.grad_fn, parent, []
@@ -177,7 +177,7 @@ class OutputLogits(torch.Tensor):
                         logits._losses.append(head.loss_nodes[-1])
                     is_moved = not all(logits._place()[1] for logits in chain)
                     return _Passing.apply(loss, loss, self) if is_moved else loss
-        if is_known and head.wants:
+        if is_known and head.extras:
             return head.loss_of_computed(self._logits, self.materialise(), target, options)
         return F.cross_entropy(self.materialise(), *args, **kwargs)
 

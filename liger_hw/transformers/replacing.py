@@ -1,8 +1,7 @@
-"""Forwards that a patch installs: a kernel on a module's own weights, under guards (`guarded`).
+"""Replacements of forwards and rotary functions: a kernel on the module's own weights, under guards (`guarded`).
 
-probing/ runs one module and picks the replacement below that computes the same. A class patch serves every instance of
-the class, and a module may change after it was patched. So the replacement checks its guards at every call, and runs
-the original forward where one fails.
+probing/ runs a module and chooses the replacement that computes the same. A patched class may have instances that
+differ, and a module may change after patching. So guards are checked at every call; if one fails, the original runs.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from .marks import original_of
 from .source import EVERYTHING, OF_CONFIG, reads
 
 KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-"""Dtypes that kernels take; their references take float64 too."""
+"""Dtypes that kernels take. The CPU references take float64 too."""
 
 
 def should_use_original(x: Any) -> bool:
-    """Whether a patched part runs its own code for this input: where torch.jit or torch.fx traces or torch.func
-    transforms, for dtypes that kernels do not take, and on the CPU.
+    """Whether a patched module runs its original forward on x: under torch.jit, torch.fx and torch.func, for dtypes
+    other than KERNEL_DTYPES, and on the CPU.
 
-    On the CPU the kernels' references are slower than the module's own code. They run there only if kernels are
-    interpreted, activations recomputed, or LIGER_HW_CPU_REFERENCE is set.
+    On the CPU the references of kernels are slower than the original. They run only if kernels are interpreted,
+    activations are recomputed, or LIGER_HW_CPU_REFERENCE is set.
     """
     if is_traced() or isinstance(x, torch.fx.Proxy):
         return True
@@ -46,7 +45,7 @@ def should_use_original(x: Any) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether torch.jit traces or torch.func transforms: both get the model's own code."""
+    """Whether torch.jit is tracing or torch.func transforming; then a model's original code runs."""
     return torch.jit.is_tracing() or is_transformed()
 
 
@@ -59,28 +58,28 @@ _references_wanted._dynamo_marked_constant = True
 
 
 def runs_kernels(x: Any) -> bool:
-    """Whether a kernel may take this input of a patched part."""
+    """Whether a patched module runs a kernel on x."""
     return not should_use_original(x) and not x.is_nested
 
 
-# -- guards: what another module, or the same one later, must have in common with the one that was probed -------------
+# -- guards: what another module, or the same one later, must share with the probed module ----------------------------
 
 Guards = tuple[tuple[str, str, Any], ...]
-"""(kind, attribute, value) for each attribute of the module that must have a value. `holds` has the kinds."""
+"""(kind, attribute, expected value) for each attribute of the module that is compared; `holds` defines the kinds."""
 
 INSTANCE_FORWARDS = ("forward", "_old_forward", "_hf_hook")
 """Attributes by which accelerate's hooks or other code replace the forward of one module."""
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-"""Kinds of values that are compared with ==."""
+"""Types whose values are compared with ==."""
 
 
 def guards_of(module: nn.Module, function: Callable, used: frozenset[str]) -> Guards:
-    """What another module of the class must share with `module`, so that `function` computes the same on it.
+    """Guards under which `function` computes the same on another module of the class as on `module`.
 
-    These are all attributes that `function` reads, except those `used` by the kernel and the sizes of weights. Of a
-    weight it is the number of dimensions, or that it is absent.
+    They compare all attributes that `function` reads, except those `used` by the kernel and sizes of weights. A weight
+    is compared by its number of dimensions, or as None.
     """
     names = reads(type(module), function)
     if EVERYTHING in names:
@@ -116,7 +115,7 @@ def guards_of(module: nn.Module, function: Callable, used: frozenset[str]) -> Gu
 
 
 def holds(module: nn.Module, guards: Guards) -> bool:
-    """Whether a match found under `guards` applies to `module` as it is now."""
+    """Whether `module`, as it is now, meets the guards."""
     for kind, name, value in guards:
         if kind == "config":
             agree = vars(module.config).get(name) == value
@@ -146,9 +145,9 @@ _UNKNOWN = -1
 
 
 def _dims_now(module: nn.Module, name: str) -> int | None:
-    """How many dimensions a weight has: a kernel for a weight [width] cannot take one [heads, width].
+    """The number of dimensions of a weight now; None if it is None. A kernel for [width] cannot take [heads, width].
 
-    `_UNKNOWN` for a parameter that PEFT computes: a look-up would compute it once more.
+    `_UNKNOWN` for a parameter that PEFT computes at each access, which this would repeat.
     """
     # FSDP1 and replicas keep a weight as an attribute
     weight = (module._parameters if name in module._parameters else module.__dict__).get(name, module)
@@ -165,7 +164,7 @@ def _value_guard(name: str, module: nn.Module, sizes: set[int]) -> Guards:
 
 
 class _Value:
-    """An attribute's value. Values that compute the same are equal, so that guards can be compared and hashed."""
+    """An attribute's value, compared and hashed by `_comparable`."""
 
     def __init__(self, value: Any, owner: nn.Module) -> None:
         self.value, self.comparable = value, _comparable(value, owner)
@@ -180,8 +179,8 @@ class _Value:
 def _comparable(value: Any, owner: nn.Module) -> Any:
     """A key that is equal for values that compute the same.
 
-    A tuple or partial function is compared by its parts, a method of `owner` by its function (each activation module
-    has its own), anything else that is not plain by identity.
+    Tuples and partial functions are compared by their parts, methods of `owner` by their functions, and other values
+    that are not `_PLAIN` by identity.
     """
     if isinstance(value, _PLAIN):
         return value
@@ -199,8 +198,8 @@ def _comparable(value: Any, owner: nn.Module) -> Any:
 
 
 class _State(NamedTuple):
-    """What decides a child's result. Of a child with weights or children only its class counts; of any other, such as
-    an activation, also its class's forward, whether it is customised, and its attributes."""
+    """What a child module's result depends on. For a child with weights or children this is only the class. For others,
+    such as activations, it is also the class's forward, whether the child is customised, and its attributes."""
 
     cls: type
     forward: Callable | None = None
@@ -236,9 +235,9 @@ def current_forward(module: Any, slot: str = "forward") -> Callable:
 
 
 def is_customised(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class's forward: it has hooks, or another forward of its own.
+    """Whether a module has hooks or its own forward, so that a call does more than its class's forward.
 
-    Hooks of FSDP2 and ZeRO-3, which gather weights, and accelerate's placement hooks do not count.
+    Hooks of FSDP2 and ZeRO-3, which gather weights, and accelerate's AlignDevicesHook do not count.
     """
     if owners.hooks_of(module) - {owners.FSDP2, owners.ZERO3}:
         return True
@@ -267,11 +266,11 @@ class Match:
     """A kernel that computes what a module or a rotary function computes.
 
     kernel: op name; variant: in words, for the report
-    replacement: function of (module, input) for a module, of the original's own arguments for a rotary function
-    used: attributes of the module that `replacement` reads at every call, whose values may therefore differ
-    inputs: how many tensors `replacement` takes after the module
-    ready: whether the match holds for (module, input), asked at every call in addition to the guards; None: always
-    takes: whether `replacement` accepts a call's further arguments {name: value}; None: it accepts none
+    replacement: for a module a function of (module, *inputs), for a rotary function one of the original's arguments
+    used: attributes of the module that `replacement` reads at every call, which guards therefore do not compare
+    inputs: number of tensors that `replacement` takes after the module
+    ready: function of (module, first input), called at every call besides the guards; False: the original runs
+    takes: function of a call's other arguments {name: value}; False, or None with any argument: the original runs
     """
 
     kernel: str
@@ -284,28 +283,28 @@ class Match:
 
 
 def guarded(match: Match, guards: Guards, original: Callable, switch: list[bool]) -> Callable:
-    """A method that replaces `original` by `match.replacement`, with the same signature.
+    """A method with `original`'s signature that calls `match.replacement`.
 
-    `original` itself runs if the module does not meet `guards`, `runs_kernels` or `match.ready` is false for the input,
-    the match does not take these arguments, or `switch` is empty.
+    It calls `original` if `switch` is empty, a guard fails, `runs_kernels` or `match.ready` is false for the input, or
+    the match does not take the arguments.
     """
     replacement, ready, takes = match.replacement, match.ready, match.takes or (lambda options: not options)
     parameters = inspect.signature(original).parameters.values()
-    places = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
-    takes_one, input_names = match.inputs == 1, places[: match.inputs]
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    takes_one, input_names = match.inputs == 1, names[: match.inputs]
 
     def applies(self: Any, x: Any) -> bool:
         if not switch or not runs_kernels(x) or (guards and not holds(self, guards)):
             return False
         return ready is None or ready(self, x)
 
-    @functools.wraps(original)  # torch.fx reads the arguments of what is wrapped
+    @functools.wraps(original)  # torch.fx reads the signature of the wrapped function
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if takes_one and len(args) == 1 and not kwargs:
             x = args[0]
             return replacement(self, x) if applies(self, x) else original(self, x)
-        options = {**kwargs, **dict(zip(places, args))}
-        fits = len(options) == len(args) + len(kwargs)  # false for too many arguments, or one that is given twice
+        options = {**kwargs, **dict(zip(names, args))}
+        fits = len(options) == len(args) + len(kwargs)  # false for too many arguments, or an argument passed twice
         inputs = [options.pop(name, None) for name in input_names]
         if not fits or any([t is None for t in inputs]) or not takes(options) or not applies(self, inputs[0]):
             return original(self, *args, **kwargs)
@@ -315,7 +314,7 @@ def guarded(match: Match, guards: Guards, original: Callable, switch: list[bool]
 
 
 def if_class_unchanged(original: Callable, forward: Callable) -> Callable:
-    """A live module's `forward` while its class's forward is `original`; after that, its class's forward."""
+    """A method that runs `forward` while the class's forward is `original`, and the class's forward otherwise."""
 
     @functools.wraps(forward)
     def bound(self, *args, **kwargs):
@@ -326,16 +325,16 @@ def if_class_unchanged(original: Callable, forward: Callable) -> Callable:
 
 
 def if_global_unchanged(module: Any, name: str, original: Callable, function: Callable) -> Callable:
-    """A rotary function for a live model's copy of a forward. It calls `function`, the replacement of `original`, until
-    a program sets `name` in the forward's module to something else, and then that."""
-    there = getattr(module, name)
+    """A rotary function for a live model's copy of a forward. It calls `function`, the replacement of `original`. If a
+    program sets the global `name` of `module` to another function, it calls that function."""
+    initial = getattr(module, name)
 
-    def current(*args, **kwargs):
+    def rotary(*args, **kwargs):
         value = getattr(module, name)
-        return (function if value is there or stands_for(value, original) else value)(*args, **kwargs)
+        return (function if value is initial or stands_for(value, original) else value)(*args, **kwargs)
 
-    current.__signature__ = inspect.signature(function)
-    return current
+    rotary.__signature__ = inspect.signature(function)
+    return rotary
 
 
 # -- the last layer ----------------------------------------------------------------------------------------------------
@@ -345,26 +344,26 @@ LEAST_BYTES = 16 << 20
 
 
 def last_at_cheap(original: Callable, is_last: Callable[[nn.Module], bool] | None, switch: list[bool]) -> Callable:
-    """A forward for layers that runs the last one at `cheap`. is_last: None for the last layer's own forward.
+    """A forward that runs the last layer at `cheap`. is_last: whether a layer is the last; None: the forward is for the
+    last layer only.
 
-    It changes nothing under a level that the user named, other saved-tensor hooks or torch.compile, or without kernels.
+    Without kernels, and under torch.compile, a level that the user named or other saved-tensor hooks, it does nothing.
     """
-    last: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+    is_last_layer: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        instead = original if is_last else type(self).forward  # FSDP2 gives a layer another class
+        unlevelled = original if is_last else type(self).forward  # FSDP2 changes a layer's class
         if torch.compiler.is_compiling() or not switch or not recipes.is_free():
-            return instead(self, *args, **kwargs)
-        if self not in last:
-            last[self] = is_last is None or is_last(self)
+            return unlevelled(self, *args, **kwargs)
+        if self not in is_last_layer:
+            is_last_layer[self] = is_last is None or is_last(self)
         x = args[0] if args else kwargs.get("hidden_states")
-        if not last[self] or not isinstance(x, torch.Tensor) or x.nbytes < LEAST_BYTES or should_use_original(x):
-            return instead(self, *args, **kwargs)
-        if recipes.hooks_may_write(self):
-            return instead(self, *args, **kwargs)
+        too_small = not isinstance(x, torch.Tensor) or x.nbytes < LEAST_BYTES
+        if not is_last_layer[self] or too_small or should_use_original(x) or recipes.hooks_may_write(self):
+            return unlevelled(self, *args, **kwargs)
         with recipes.Scope(recipes.CHEAP):
-            return instead(self, *args, **kwargs)
+            return unlevelled(self, *args, **kwargs)
 
     return forward
 
@@ -373,7 +372,7 @@ def last_at_cheap(original: Callable, is_last: Callable[[nn.Module], bool] | Non
 
 
 def rms_norm_replacement(weight: str | None, eps: str | float, offset: float, casting_mode: str) -> Callable:
-    """RMSNorm of (module, x), from attributes of these names; weight None: no scaling; eps may be a number."""
+    """RMSNorm as a function of (module, x). weight: an attribute name or None; eps: a number or an attribute name"""
     from ..kernels.norms.rms_norm import CASTING_MODES, RMSNormFunction
 
     casting = CASTING_MODES[casting_mode]
@@ -389,14 +388,14 @@ def _epsilon(module: Any, eps: str | float) -> float:
 
 
 def layer_norm_replacement(weight: str | None, bias: str | None, eps: str | float, offset: float) -> Callable:
-    """LayerNorm of (module, x), from attributes of these names; `offset` is added to the weight."""
+    """LayerNorm as a function of (module, x). weight, bias, eps as above; offset: is added to the weight"""
     liger_layer_norm = functional.liger_layer_norm
 
     def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
         scale = None if weight is None else getattr(self, weight)
         shift = None if bias is None else getattr(self, bias)
         if x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # autocast runs torch's own in fp32
+            x = x.float()  # as torch's LayerNorm under autocast
         return liger_layer_norm(x, scale + offset if offset else scale, shift, _epsilon(self, eps))
 
     return replacement
@@ -405,7 +404,7 @@ def layer_norm_replacement(weight: str | None, bias: str | None, eps: str | floa
 def gated_rms_norm_replacement(
     weight: str, eps: str | float, activation: str, casting_mode: str, norm_before_gate: bool, groups: Any
 ) -> Callable:
-    """Gated RMSNorm of (module, x, gate), from attributes of these names."""
+    """Gated RMSNorm as a function of (module, x, gate). weight, eps as above; groups: a _Groups of probing/norms.py"""
     liger_gated_rms_norm = functional.liger_gated_rms_norm
 
     def replacement(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -418,10 +417,10 @@ def gated_rms_norm_replacement(
 def weights_fit_kernel(
     weights: tuple[str, ...], eps: str | float, one_dtype: bool, outside_autocast: bool
 ) -> Callable[[Any, torch.Tensor], bool]:
-    """A check of (module, x): each weight is a vector as wide as x and epsilon a number, as the kernel needs them.
+    """A check of (module, x) before the kernel: each weight is a vector as wide as x, and epsilon a number.
 
-    A user may have replaced either by a value that only the module's own code takes. A weight that a parametrization
-    computes is not looked up, which would compute it once more.
+    A program may have set others, which only the original takes. A weight that a parametrization computes is not
+    checked, since reading it would compute it once more.
     one_dtype: x must have the first weight's dtype too; outside_autocast: autocast must be off
     """
     by_name = isinstance(eps, str)
@@ -429,13 +428,13 @@ def weights_fit_kernel(
     def ready(self: Any, x: torch.Tensor) -> bool:
         if outside_autocast and torch.is_autocast_enabled(x.device.type):
             return False
-        parameters, others = self._parameters, self.__dict__  # FSDP1 and replicas have weights among the others
+        parameters, attributes = self._parameters, self.__dict__  # FSDP1 and replicas keep weights as attributes
         for name in weights:
-            computed = x  # stands for a weight that is in neither
-            weight = parameters[name] if name in parameters else others.get(name, computed)
+            computed = x  # marks a weight that is in neither
+            weight = parameters[name] if name in parameters else attributes.get(name, computed)
             if weight is None or (weight is not computed and (weight.dim() != 1 or weight.size(0) != x.size(-1))):
                 return False
-        if by_name and not isinstance(others.get(eps), (float, int)):
+        if by_name and not isinstance(attributes.get(eps), (float, int)):
             return False
         return not one_dtype or x.dtype is getattr(self, weights[0]).dtype
 
@@ -445,7 +444,7 @@ def weights_fit_kernel(
 # -- MLPs -------------------------------------------------------------------------------------------------------------
 
 Cast = frozenset[torch.dtype]
-"""Weight dtypes to which the module casts the input of its projection (T5 keeps `wo` in fp32 and casts to that)."""
+"""Weight dtypes to which a module casts the input of its down projection (T5 casts to fp32 for its fp32 `wo`)."""
 
 
 def _projected(down: nn.Module, y: torch.Tensor, cast: Cast) -> torch.Tensor:
@@ -457,7 +456,7 @@ def _projected(down: nn.Module, y: torch.Tensor, cast: Cast) -> torch.Tensor:
 
 
 def _gate_kernel(act: str) -> Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]:
-    """The kernel of act(gate) * up, of (gate, up, whether the caller owns them)."""
+    """act(gate) * up as a function of (gate, up, owned). owned: whether backward may overwrite gate and up"""
     if act == "silu":
         from ..kernels.pointwise.swiglu import SiLUMulFunction
 
@@ -470,10 +469,10 @@ def _gate_kernel(act: str) -> Callable[[torch.Tensor, torch.Tensor, bool], torch
 def gated_replacement(
     act: str, gate: str, up: str, down: str, *, up_first: bool, gate_scale: str, out_scale: str, cast: Cast
 ) -> Callable:
-    """down(act(gate(x)) * up(x)) of (module, x), with the module's projections of these names.
+    """down(act(gate(x)) * up(x)) as a function of (module, x). gate, up, down: names of the module's projections
 
-    gate_scale, out_scale: attributes that multiply the gate and the result, or empty; up_first: up is called first
-    cast: the input of down is cast to its weight's dtype where that is one of these
+    gate_scale, out_scale: names of attributes that scale the gate and the result, or ""; up_first: up is called first
+    cast: down's input is cast to the dtype of down's weight if that is among these
     """
     kernel, liger_swiglu, may_fuse = _gate_kernel(act), functional.liger_swiglu, not gate_scale and not cast
 
@@ -486,11 +485,11 @@ def gated_replacement(
         else:
             g = project(gate_projection, x)
             u = project(up_projection, x)
-        if g.dtype is not u.dtype:  # a hook or an adapter has widened one of them
+        if g.dtype is not u.dtype:  # a hook or an adapter has cast one of them to a wider dtype
             wide = torch.promote_types(g.dtype, u.dtype)
             g, u = g.to(wide), u.to(wide)
         owned, y = owns_outputs(gate_projection, up_projection), None
-        if may_fuse and hasattr(type(projection), "after_gate"):  # a linear in FP8: the gate writes FP8 itself
+        if may_fuse and hasattr(type(projection), "after_gate"):  # Float8Linear: one kernel for gate and quantisation
             y = projection.after_gate(act, g, u, owned)
         if y is None:
             h = liger_swiglu(g, u, getattr(self, gate_scale), owned=owned) if gate_scale else kernel(g, u, owned)
@@ -501,21 +500,22 @@ def gated_replacement(
 
 
 def halves_replacement(act: str, gate_first: bool) -> Callable:
-    """act(gate) * up of (module, gate_up), the two halves of one tensor, and whether the caller owns it."""
+    """act(gate) * up as a function of (module, gate_up, owned). gate_up: both as halves of one tensor; owned: whether
+    backward may overwrite it"""
     if act == "silu" and gate_first:
         fused = functional.liger_fused_gate_up_swiglu
         return lambda self, gate_up, owned: fused(gate_up, owned=owned)
     kernel = _gate_kernel(act)
 
     def replacement(self: Any, gate_up: torch.Tensor, owned: bool) -> torch.Tensor:
-        one, other = gate_up.chunk(2, -1)
-        return kernel(one, other, owned) if gate_first else kernel(other, one, owned)
+        first, second = gate_up.chunk(2, -1)
+        return kernel(first, second, owned) if gate_first else kernel(second, first, owned)
 
     return replacement
 
 
 def one_projection_replacement(activation: Callable, up: str, down: str, out_scale: str, cast: Cast) -> Callable:
-    """down(activation(module, up(x), owned)) of (module, x); cast as above."""
+    """down(activation(module, up(x), owned)) as a function of (module, x); cast as above."""
 
     @tileable
     def replacement(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -529,16 +529,16 @@ def one_projection_replacement(activation: Callable, up: str, down: str, out_sca
 
 # -- rotary functions -------------------------------------------------------------------------------------------------
 #
-# Each maker takes the original and returns a function of the same arguments, which calls one kernel. A call that the
-# kernel does not cover (no k, a cache of another length, learned angles, another layout) runs the original.
+# Each function below returns a replacement of `original` that calls one kernel. If the kernel does not support a call
+# (no k, a cache of another length, learned angles, another layout), the replacement calls `original`.
 
 
 def of_q_and_k(function: type, form: Any, widths: int, original: Callable) -> Callable:
     """For functions of (q, k, cos, sin, [position_ids], unsqueeze_dim=1).
 
-    function, form: the kernel's Function, and the layout of pairs and angles (`kernels/rotary/rotary.py`)
-    widths: columns that are rotated for each column of cos
-    position_ids is ignored, as in transformers since 4.40: cos and sin are gathered already.
+    function: the kernel's autograd.Function; form: layout of pairs and angles (`kernels/rotary/rotary.py`)
+    widths: number of rotated columns for each column of cos
+    position_ids is ignored, as in transformers since 4.40, whose cos and sin are those of the positions already.
     """
 
     def rotated(q: Any, k: Any, cos: Any, sin: Any, axis: int) -> Any:
@@ -573,7 +573,7 @@ def _fits_q_and_k(q: torch.Tensor, k: Any, cos: torch.Tensor, sin: torch.Tensor,
 
 
 def three_axes(original: Callable) -> Callable:
-    """Qwen2-VL's in transformers 4: cos and sin of three position axes, and the sections that belong to each."""
+    """For Qwen2-VL's function in transformers 4: cos and sin of three position axes; mrope_section: columns of each."""
     mrope = functional.liger_qwen2vl_mrope
 
     def rotary(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
@@ -608,7 +608,7 @@ def complex_angles(tokens_axis: int, original: Callable) -> Callable:
     def rotated(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> Any:
         if not runs_kernels(q) or q.dim() != 4 or k.dim() != 4 or angles.dim() != 3 or angles.requires_grad:
             return None
-        if not angles.is_complex():  # a buffer of angles that model.to(torch.bfloat16) has made real
+        if not angles.is_complex():  # model.to(torch.bfloat16) makes a buffer of angles real
             return None
         tokens = q.shape[tokens_axis]
         if angles.shape[1] == 1 and angles.shape[0] == tokens != 1:

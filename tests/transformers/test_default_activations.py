@@ -184,7 +184,7 @@ def test_levels_that_are_named_take_its_place(classes, recomputed):
             loss.backward()
             assert recomputed.count("swiglu_fwd") == again
         recomputed.clear()
-        with pytest.raises(ValueError, match="has its levels already"), liger_hw.activations("mlp", model):
+        with pytest.raises(ValueError, match="has a level already"), liger_hw.activations("mlp", model):
             liger_hw.activations("cheap", model)
         assert same(step(model), expected) and recomputed.count("swiglu_fwd") == 1
         with patched(model, **KEEP):

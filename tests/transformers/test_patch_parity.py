@@ -181,7 +181,7 @@ def test_a_loss_without_cross_entropy_says_why_there_is_no_accuracy(patched, bat
     model, _ = patched()
     model.loss_function = lambda logits, labels, **_: logits.float().square().mean()
     found = model.eval()(**batch, return_token_accuracy=True)
-    assert found.token_accuracy is None and "takes no cross entropy of them, so token_accuracy" in caplog.text
+    assert found.token_accuracy is None and "calls no cross entropy, so token_accuracy" in caplog.text
 
 
 def test_generate_equals_unpatched(patched, batch):
