@@ -1,4 +1,4 @@
-"""Training on many devices: the same kernels on every rank, and weights that other code owns or shards.
+"""Training on many devices: the same kernels on every rank, and losses with sharded weights.
 
 liger_hw.distributed.sync()      # after init_process_group, before the first step
 """

@@ -1,9 +1,9 @@
-"""The same kernels on every rank.
+"""Makes every rank launch the same kernels.
 
     digest = liger_hw.distributed.sync()      # after init_process_group, before the first step
 
-`sync` gives every rank the tables of rank 0, and compares everything else that decides a launch. Ranks exchange JSON
-through the store of `init_process_group`, without a collective and without waiting for a GPU.
+`sync` copies rank 0's tables of configurations to every rank, and compares what else decides a launch. Ranks exchange
+JSON through the store of `init_process_group`, without collectives and without waiting for a GPU.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from ..backends import LaunchConfig, Target
 from ..registry import Entry
 
 log = logging.getLogger("liger_hw")
-_stepped: Any = None
-"""The store of the process group whose ranks agree, or need no comparison."""
+_checked_store: Any = None
+"""Store of the process group whose ranks were found to agree, or need no comparison."""
 
 
 def sync(group: Any = None, device: torch.device | str | None = None, seconds: float | None = None) -> str:
-    """Use rank 0's tables on every rank of `group`, and return the digest that they agree on.
+    """Use rank 0's tables on every rank of `group`, and return their common `digest`.
 
-    Every rank of the group must call it. Configurations that a rank has quarantined are quarantined on all. The tables
-    hold until `registry.reload()`. Without an initialised process group it only returns the digest.
+    Every rank of the group must call it. A configuration that one rank has quarantined is quarantined on all. The
+    tables are used until `registry.reload()`. Without an initialised process group only the digest is computed.
 
     device: this rank's device (default: the current accelerator, or the CPU)
     seconds: how long to wait for the other ranks (default: LIGER_HW_SYNC_SECONDS)
 
-    Raises `RuntimeError` on every rank if ranks still differ (in devices, versions of kernels or
-    LIGER_HW_DETERMINISTIC), if one fails, or if one does not answer in time.
+    Raises `RuntimeError` on every rank if ranks differ otherwise (in devices, versions of kernels or
+    LIGER_HW_DETERMINISTIC), if a rank fails, or if one does not answer in time.
     """
     if seconds is not None and not 0 < seconds < 3.2e8:
         raise ValueError(f"liger_hw.distributed.sync: seconds must be above 0 and below ten years, got {seconds!r}")
@@ -50,13 +50,12 @@ def sync(group: Any = None, device: torch.device | str | None = None, seconds: f
 
 
 def _sync(group: Any, find_target: Callable[[], Target], seconds: float | None, more: dict[str, Any]) -> str:
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    ranks, store = dist.get_process_group_ranks(group or dist.group.WORLD), _store()
     first = ranks[0] == dist.get_rank()
-    store = _store()
     if store is None:
         raise RuntimeError("liger_hw.distributed.sync: this process group has no store (MPI): pin with a lock file")
 
-    def tell() -> dict[str, Any]:
+    def describe() -> dict[str, Any]:
         target = find_target()
         facts = {name: fact for name, fact in facts_of(target).items() if name not in ("failed", "configurations")}
         failed = [
@@ -71,7 +70,8 @@ def _sync(group: Any, find_target: Callable[[], Target], seconds: float | None, 
         ]
         return {"facts": facts | more, "table": table, "failed": failed}
 
-    everyone = _exchange(store, _turn(store, ranks), tell, ranks, seconds or env.LIGER_HW_SYNC_SECONDS or 300.0)
+    seconds = seconds or env.LIGER_HW_SYNC_SECONDS or 300.0
+    everyone = _exchange(store, _key_prefix(store, ranks), describe, ranks, seconds)
     differences = (_difference(everyone[0]["facts"], rank["facts"]) for rank in everyone)
     wrong = [f"rank {number}: {difference}" for number, difference in zip(ranks, differences) if difference]
     if wrong:
@@ -97,19 +97,19 @@ def _sync(group: Any, find_target: Callable[[], Target], seconds: float | None, 
 
 
 def at_first_step(model: torch.nn.Module, parts: Callable[[torch.nn.Module], dict[str, int]]) -> None:
-    """`sync` before the first step of a patched causal LM; called by each forward that trains in a process group.
+    """`sync` before the first step of a patched causal LM; called by each training forward in a process group.
 
-    Ranks are compared until they agree once in a process group. A step that is captured in a graph or traced by
-    torch.compile leaves it to the next one. LIGER_HW_SYNC_SECONDS=0 switches it off. Raises as `sync` does.
+    After ranks have agreed once in a process group it does nothing; in a step that is captured in a graph or traced by
+    torch.compile it waits for the next step. LIGER_HW_SYNC_SECONDS=0 switches it off. Raises as `sync` does.
 
-    parts: counts a model's patched places by kernel; ranks whose models have the same modules must have the same counts
+    parts: returns kernel -> number of a model's patched modules, which must agree if the ranks' models are the same
     """
-    global _stepped
+    global _checked_store
     store = _store()
-    if store is None or store is _stepped:
+    if store is None or store is _checked_store:
         return
     if dist.get_world_size() == 1 or dist.get_backend() == "fake" or not env.LIGER_HW_SYNC_SECONDS:
-        _stepped = store
+        _checked_store = store
         return
     if registry.is_capturing_or_tracing():
         return
@@ -119,10 +119,10 @@ def at_first_step(model: torch.nn.Module, parts: Callable[[torch.nn.Module], dic
         _sync(None, lambda: registry.target_named(device), None, {"patched": {"modules": modules, **parts(model)}})
     except RuntimeError as error:
         raise RuntimeError(
-            f"{error}. (A patched model's first step compares the ranks; LIGER_HW_SYNC_SECONDS=0 leaves that out, for "
-            "jobs whose ranks differ on purpose)"
+            f"{error}. (A patched model's first step compares the ranks; LIGER_HW_SYNC_SECONDS=0 switches this off, "
+            "for jobs whose ranks differ on purpose)"
         ) from error
-    _stepped = store
+    _checked_store = store
 
 
 def digest(target: Target | None = None) -> str:
@@ -131,7 +131,7 @@ def digest(target: Target | None = None) -> str:
 
 
 def facts_of(target: Target) -> dict[str, Any]:
-    """What the digest covers, as JSON data."""
+    """Everything that `digest` hashes, as JSON data."""
     tunables = registry.tunables()
     kernels = {name: tunable.version for name, tunable in tunables.items()}
     configurations = [
@@ -162,7 +162,7 @@ def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
         value = other.get(name)
         if isinstance(expected, dict) and isinstance(value, dict):
             parts = [part for part in {**expected, **value} if expected.get(part) != value.get(part)]
-            if "modules" not in parts:  # stages of a pipeline have other modules, and so other counts
+            if "modules" not in parts:  # stages of a pipeline differ in modules, so their counts may differ
                 words = (f"{part} {value.get(part, 0)} instead of {expected.get(part, 0)}" for part in parts[:3])
                 differences += [f"{name} {text}" for text in words]
         elif value != expected:
@@ -170,41 +170,41 @@ def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
     return ", ".join(differences)
 
 
-def _turn(store: Any, ranks: Sequence[int]) -> str:
-    """The prefix of one `sync`'s keys, the same on every rank of the group: each rank counts its turns in the store.
+def _key_prefix(store: Any, ranks: Sequence[int]) -> str:
+    """The prefix of one `sync`'s keys: each rank counts its calls in the store, so all ranks get the same number.
 
-    A new process group has a new store, so processes that were in an earlier group count from 0 like new ones.
+    A new process group has a new store, so processes that were in an earlier group start at 0 as new ones do.
     """
     group = f"liger_hw/{_hash(list(ranks))}"
     return f"{group}/{store.add(f'{group}/turns/{dist.get_rank()}', 1)}"
 
 
 def _exchange(
-    store: Any, where: str, tell: Callable[[], dict[str, Any]], ranks: Sequence[int], seconds: float
+    store: Any, prefix: str, describe: Callable[[], dict[str, Any]], ranks: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
-    """`tell()` of every rank, in the order of `ranks`. where: prefix of the keys in the store.
+    """`describe()` of every rank, in the order of `ranks`. prefix: of the keys in the store
 
-    A rank that holds the store may end when this returns, so each waits up to 10 seconds for the others to read. Raises
-    `RuntimeError` on every rank if one fails or has not answered after `seconds`.
+    The process that holds the store may end after this call, so each rank waits up to 10 seconds until all have read.
+    Raises `RuntimeError` on every rank if one fails or has not answered after `seconds`.
     """
     try:
-        mine = tell()
-    except Exception as error:  # the others get it as this rank's answer; else they would wait
-        mine = {"refused": f"{type(error).__name__}: {error}"}
-    store.set(f"{where}/{dist.get_rank()}", json.dumps(mine))
-    keys = [f"{where}/{rank}" for rank in ranks]
+        message = describe()
+    except Exception as error:  # sent to the other ranks, which would wait otherwise
+        message = {"error": f"{type(error).__name__}: {error}"}
+    store.set(f"{prefix}/{dist.get_rank()}", json.dumps(message))
+    keys = [f"{prefix}/{rank}" for rank in ranks]
     try:
         store.wait(keys, datetime.timedelta(seconds=seconds))
-        answers_of_all = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+        messages = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
     except Exception as error:  # torch's stores raise different types
         raise RuntimeError(f"liger_hw.distributed.sync: {_missing(store, ranks, keys)} ({error})") from error
     with contextlib.suppress(Exception):  # a rank may have ended
-        store.set(f"{where}/{dist.get_rank()}/read", "")
+        store.set(f"{prefix}/{dist.get_rank()}/read", "")
         store.wait([f"{key}/read" for key in keys], datetime.timedelta(seconds=min(seconds, 10.0)))
-    everyone = [json.loads(one) for one in answers_of_all]
-    refused = [f"rank {rank}: {one['refused']}" for rank, one in zip(ranks, everyone) if "refused" in one]
-    if refused:
-        raise RuntimeError(f"liger_hw.distributed.sync: {len(refused)} of {len(ranks)} ranks cannot: {refused[0]}")
+    everyone = [json.loads(one) for one in messages]
+    errors = [f"rank {rank}: {one['error']}" for rank, one in zip(ranks, everyone) if "error" in one]
+    if errors:
+        raise RuntimeError(f"liger_hw.distributed.sync: {len(errors)} of {len(ranks)} ranks cannot: {errors[0]}")
     return everyone
 
 
@@ -212,16 +212,16 @@ def _missing(store: Any, ranks: Sequence[int], keys: Sequence[str]) -> str:
     try:
         missing = [str(rank) for rank, key in zip(ranks, keys) if not store.check([key])]
     except Exception:
-        return "the store does not answer: the process that keeps it, mostly rank 0, has ended"
+        return "the store does not answer: the process that holds it, mostly rank 0, has ended"
     return (
         f"rank {', '.join(missing)} of {len(ranks)} has not answered in time: it died, is late, or does not call sync, "
-        "as where only some ranks train a patched model"
+        "as in jobs in which only some ranks train a patched model"
     )
 
 
 def _store() -> Any:
-    """The store behind the default process group, or None where its backend has none."""
-    from torch.distributed import distributed_c10d  # not there in a torch without distributed
+    """The store of the default process group, or None if its backend has none."""
+    from torch.distributed import distributed_c10d  # a torch without distributed lacks it
 
     try:
         return distributed_c10d._get_default_store()

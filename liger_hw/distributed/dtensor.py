@@ -1,7 +1,7 @@
-"""liger_hw's functions on DTensors: the rule that a Function names (`runtime/sharding.py`), applied to a call.
+"""Runs liger_hw's functions on DTensors, by the rule in a Function's attribute `sharding` (`runtime/sharding.py`).
 
-The rule says which placements the tensors need. The op runs on the local parts, and its results are DTensors again.
-docs/distributed.md has a table of the ops and their placements; everything else raises `ShardingError`.
+The rule defines the placements that the tensors need. The op runs on the local parts; its results are DTensors again.
+docs/distributed.md has a table of ops and placements. Other placements raise `ShardingError`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ShardingError(ValueError):
 
 
 def apply(function: Any, args: Sequence[Any]) -> Any:
-    """The result of `function.apply(*args)`, where `function` is an op's Function class and some args are DTensors."""
+    """`function.apply(*args)` of an op's autograd.Function, for args with DTensors among them."""
     rule = function.sharding
     if rule is None:
         refuse(function.__module__.rpartition(".")[2], args)
@@ -46,13 +46,13 @@ def refuse(name: str, args: Sequence[Any]) -> NoReturn:
 
 @cache
 def _defaults(function: Any) -> dict[str, Any]:
-    """Name -> default of the arguments that a Function's `forward` takes after ctx, in their order."""
+    """Name -> default of the arguments of a Function's `forward` after ctx, in their order."""
     _, *parameters = inspect.signature(function.forward).parameters.values()
     return {parameter.name: parameter.default for parameter in parameters}
 
 
 class _Call:
-    """One call: the Function, its arguments by name, and the mesh that all DTensors among them share."""
+    """One call of a Function. args: its arguments by name; mesh: the DeviceMesh of all DTensors among them"""
 
     def __init__(self, function: Any, args: Sequence[Any]) -> None:
         self.function = function
@@ -67,32 +67,32 @@ class _Call:
     def fail(self, what: str, remedy: str) -> NoReturn:
         raise ShardingError(f"liger_hw: {self.name}: {what}; {remedy}")
 
-    def kept(self, x: Any, *gathered: int) -> Placements:
-        """The placements of x: shards of other dimensions than `gathered` stay, everything else becomes Replicate."""
+    def placements(self, x: Any, *gathered: int) -> Placements:
+        """The placements of x, with Replicate for all but shards along other dimensions than `gathered`."""
         if not isinstance(x, DTensor):
             self.fail("its input is a plain tensor and another argument a DTensor", _WRAP)
         axes = {axis % x.dim() for axis in gathered}
         return tuple(p if type(p) is Shard and p.dim % x.dim() not in axes else Replicate() for p in x.placements)
 
     def local(self, x: Any, placements: Placements, grads: Placements | None = None) -> Any:
-        """This rank's part of x with these placements; grads: its gradient's placements, if different.
+        """This rank's part of x with these placements. grads: placements of the gradient, if they differ
 
-        A plain tensor is the whole one. If it needed a gradient, it would be unknown whether to sum that over ranks.
+        A plain tensor counts as replicated. If it needs a gradient, it is refused: ranks might have to sum that.
         """
         if not isinstance(x, torch.Tensor):
             return x
         if not isinstance(x, DTensor):
             if x.requires_grad:
-                self.fail("a plain tensor that needs a gradient stands beside a DTensor", _WRAP)
+                self.fail("a plain tensor that needs a gradient is passed with a DTensor", _WRAP)
             x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         return x.redistribute(placements=placements).to_local(grad_placements=grads)
 
     def weight(self, w: Any, rows: Placements) -> Any:
-        """A weight that all rows share: replicated, with partial sums as gradients where the rows are sharded."""
+        """A weight, replicated. rows: placements of its rows; if these are sharded, its gradient is a partial sum"""
         return self.local(w, (Replicate(),) * self.mesh.ndim, tuple(Partial() if type(p) is Shard else p for p in rows))
 
     def whole(self, part: torch.Tensor, placements: Placements, shape: Sequence[int] | None = None) -> DTensor:
-        """The DTensor with `part` as this rank's part."""
+        """The DTensor of which `part` is this rank's part. shape: of the DTensor, needed if parts differ in size"""
         if shape is None:
             return DTensor.from_local(part, self.mesh, placements, run_check=False)
         stride = torch.empty(shape, device="meta").stride()
@@ -103,7 +103,7 @@ class _Call:
         return self.function.apply(*{**self.args, **changed}.values())
 
 
-_WRAP = "make it one too: DTensor.from_local(x, mesh, placements), or take to_local() of the others"
+_WRAP = "make it a DTensor: DTensor.from_local(x, mesh, placements), or take to_local() of the others"
 
 
 # -- norms, gates, rope ----------------------------------------------------------------------------------------------
@@ -111,30 +111,29 @@ _WRAP = "make it one too: DTensor.from_local(x, mesh, placements), or take to_lo
 
 def _rows(call: _Call, rule: RowsRule) -> Any:
     x = call.args[rule.inputs[0]]
-    placements = call.kept(x, *rule.gathered)
+    placements = call.placements(x, *rule.gathered)
     parts = {name: call.local(call.args[name], placements) for name in rule.inputs}
     parts |= {name: call.weight(call.args[name], placements) for name in rule.weights}
     results = call.run(**parts)
-    several = results if isinstance(results, tuple) else (results,)
     wholes = tuple(
         call.whole(part, placements, (*x.shape[:-1], part.shape[-1] if rule.gathered else x.shape[-1]))
-        for part in several
+        for part in (results if isinstance(results, tuple) else (results,))
     )
     return wholes if isinstance(results, tuple) else wholes[0]
 
 
 def _rotary(call: _Call, rule: RotaryRule) -> Any:
-    """cos and sin follow the batch and the tokens of q and k."""
+    """cos and sin are sharded along the batch and the tokens as q and k are."""
     q, k = call.args["q"], call.args["k"]
     tokens = 3 - call.args["unsqueeze_dim"]
-    placements = call.kept(q, 3)
+    placements = call.placements(q, 3)
     parts = {name: call.local(call.args[name], placements) for name in ("q", "k")}
     parts |= {name: call.weight(call.args[name], placements) for name in rule.weights}
 
     for name in ("cos", "sin"):
         t = call.args[name]
-        by = {0: 0 if t.shape[0] > 1 else None, tokens: 1}
-        axes = [by.get(p.dim % 4) if type(p) is Shard else None for p in placements]
+        dims = {0: 0 if t.shape[0] > 1 else None, tokens: 1}  # dimension of q -> of cos and sin
+        axes = [dims.get(p.dim % 4) if type(p) is Shard else None for p in placements]
         parts[name] = call.local(t, tuple(Replicate() if axis is None else Shard(axis) for axis in axes))
     rotated = call.run(**parts)
     return tuple(call.whole(part, placements, whole.shape) for part, whole in zip(rotated, (q, k)))
@@ -144,7 +143,7 @@ def _rotary(call: _Call, rule: RotaryRule) -> Any:
 
 
 def _vocab_axis(call: _Call, t: DTensor, dim: int) -> int | None:
-    """The mesh dimension along which `dim` of t is sharded, or None; every rank must have a part."""
+    """The mesh dimension along which `dim` of t, the vocabulary, is sharded, or None. Raises if a rank has no part."""
     axes = [i for i, p in enumerate(t.placements) if type(p) is Shard and p.dim % t.dim() == dim]
     if len(axes) > 1:
         call.fail(f"the vocabulary is sharded along {len(axes)} mesh dimensions", "shard it along one")
@@ -156,29 +155,29 @@ def _vocab_axis(call: _Call, t: DTensor, dim: int) -> int | None:
 
 
 def _reduced(
-    call: _Call, rows: torch.Tensor, target: torch.Tensor, placements: Placements, n_rows: int, ignored: int, how: str
+    call: _Call, losses: torch.Tensor, target: torch.Tensor, placements: Placements, n_rows: int, options: Any
 ) -> DTensor:
-    """The losses `rows` of this rank, reduced over all rows, which have these placements."""
-    if how == "none":
-        return call.whole(rows, placements, (n_rows,))
-    total = rows.float().sum() if rows.dtype.itemsize < 4 else rows.sum()
+    """This rank's `losses` of rows with these placements, reduced over all rows. options: the loss's"""
+    if options.reduction == "none":
+        return call.whole(losses, placements, (n_rows,))
+    total = losses.float().sum() if losses.dtype.itemsize < 4 else losses.sum()
     summed = tuple(Partial() if type(p) is Shard else Replicate() for p in placements)
     everywhere = (Replicate(),) * call.mesh.ndim
     loss = call.whole(total, summed).redistribute(placements=everywhere)
-    if how == "mean":
-        counted = call.whole((target != ignored).sum().to(total.dtype), summed).redistribute(placements=everywhere)
-        loss = loss / counted
-    return loss.to(rows.dtype)
+    if options.reduction == "mean":
+        counted = (target != options.ignore_index).sum().to(total.dtype)
+        loss = loss / call.whole(counted, summed).redistribute(placements=everywhere)
+    return loss.to(losses.dtype)
 
 
 def _cross_entropy(call: _Call) -> Any:
     logits, target, weight, options = (call.args[name] for name in ("_input", "target", "weight", "options"))
-    placements = call.kept(logits)
+    placements = call.placements(logits)
     axis = _vocab_axis(call, logits, 1)
     rows = tuple(Replicate() if i == axis else p for i, p in enumerate(placements))
     sharded = any(type(p) is Shard for p in rows)
     if any(options.extra) or sharded and weight is not None and options.reduction == "mean":
-        call.fail("return_* and a weighted mean are not there for DTensors", "take full_tensor() of the logits")
+        call.fail("return_* and a weighted mean are not supported for DTensors", "take full_tensor() of the logits")
     y = call.local(target, rows)
     if axis is None:
         parts = {"_input": call.local(logits, rows), "target": y, "weight": call.weight(weight, rows)}
@@ -187,23 +186,23 @@ def _cross_entropy(call: _Call) -> Any:
         losses = call.run(**parts, options=options._replace(reduction="none"))
     else:
         if weight is not None or options.lse_square_scale or options.softcap:
-            call.fail("over a sharded vocabulary there is no class weight, z-loss or softcap", "gather the logits")
+            call.fail("a sharded vocabulary supports no class weight, z-loss or softcap", "gather the logits")
         from ..kernels.losses.vocab_parallel_cross_entropy import liger_vocab_parallel_cross_entropy
 
-        numbers = call.mesh.get_group(axis), options.ignore_index, options.label_smoothing
-        losses = liger_vocab_parallel_cross_entropy(call.local(logits, placements), y, *numbers)
+        settings = call.mesh.get_group(axis), options.ignore_index, options.label_smoothing
+        losses = liger_vocab_parallel_cross_entropy(call.local(logits, placements), y, *settings)
         losses = losses.to(logits.dtype)
-    return _reduced(call, losses, y, rows, logits.shape[0], options.ignore_index, options.reduction)
+    return _reduced(call, losses, y, rows, logits.shape[0], options)
 
 
 def _head_rows(call: _Call, x: Any, weight: Any) -> tuple[int | None, Placements]:
-    """(mesh dimension of the vocabulary's shards or None, placements of the hidden states).
+    """(mesh dimension along which the vocabulary is sharded, or None; placements of the hidden states).
 
-    Along that mesh dimension the tensor-parallel head takes equally many rows from every rank, or all rows.
+    Along that mesh dimension the tensor-parallel head takes the same number of rows from every rank, or all rows.
     """
     if not isinstance(weight, DTensor):
         call.fail("the hidden states are a DTensor and the weight is a plain tensor", _WRAP)
-    rows, axis = call.kept(x, 1), _vocab_axis(call, weight, 0)
+    rows, axis = call.placements(x, 1), _vocab_axis(call, weight, 0)
     if any(p != (Shard(0) if i == axis else Replicate()) for i, p in enumerate(weight.placements)):
         call.fail(f"its weight has placements {weight.placements}", "shard the weight by rows, or replicate it")
     if axis is None:
@@ -242,7 +241,7 @@ def _head(call: _Call) -> Any:
         return tuple(t if t is None else call.whole(t, everywhere) for t in results)
     sharded = any(type(p) is Shard for p in rows)
     if sharded and (any(options.extra) or ce_weight is not None and reduction == "mean"):
-        call.fail("return_* and a weighted mean are not there for sharded rows", "gather the hidden states")
+        call.fail("return_* and a weighted mean are not supported for sharded rows", "gather the hidden states")
     y = call.local(target, rows)
     parts = {"_input": call.local(x, rows), "target": y, "order": None}
     parts |= {name: call.weight(call.args[name], rows) for name in ("weight", "bias", "ce_weight")}
@@ -250,7 +249,7 @@ def _head(call: _Call) -> Any:
         return tuple(call.whole(t, everywhere) for t in call.run(**parts))
     summed = options._replace(reduction="none" if reduction == "none" else "sum")
     losses = call.run(**parts, call=numbers._replace(options=summed))[0]
-    return _reduced(call, losses, y, rows, x.shape[0], options.ignore_index, reduction), None, None, None
+    return _reduced(call, losses, y, rows, x.shape[0], options), None, None, None
 
 
 def _log_probs(call: _Call) -> Any:
@@ -293,4 +292,4 @@ LOSSES: dict[str, Callable[[_Call], Any]] = {
     "linear_cross_entropy": _head,
     "linear_log_probs": _log_probs,
 }
-"""Kind of a `LossRule` -> the function that applies it."""
+"""`LossRule.kind` -> function that runs the loss."""

@@ -1,8 +1,8 @@
-"""Who shards a weight, and when it is whole: FSDP1, FSDP2, ZeRO-3, tensor parallelism or Megatron.
+"""Finds out who shards a weight (FSDP1, FSDP2, ZeRO-3, tensor parallelism or Megatron), and when it is whole.
 
-`find_access` says how a loss reads an output head's weight. Sharded data parallelism gathers it around the head's
-forward, so the loss replaces that forward, inside its hooks (`Access.caller`). Tensor parallelism never gathers it: the
-loss runs on this rank's slice of the vocabulary (`Access.group`), as it does in Megatron's output layer (`find_slice`).
+`find_access` returns how a loss reads an output head's weight. Sharded data parallelism gathers it for the head's
+forward, so the loss runs in place of that forward, inside its hooks (`Access.caller`). Tensor parallelism never gathers
+it: the loss takes this rank's slice of the vocabulary (`Access.group`), as for Megatron's output layer (`find_slice`).
 FSDP, DeepSpeed and DTensors are recognised by the names of hooks and classes, without importing them.
 """
 
@@ -22,9 +22,9 @@ from ..runtime.checks import TENSORS
 from ..runtime.sharding import is_dtensor
 
 FSDP2, ZERO3, TENSOR_PARALLEL, OTHER = "FSDP2", "ZeRO-3", "tensor parallel", "other"
-"""Owners of a module's hooks."""
-_LINEARS = nn.Linear.forward if nn.Linear.forward.__globals__["__name__"] == nn.Linear.__module__ else None
-"""torch's forward of `nn.Linear`, or None if a program has replaced it before this import."""
+"""Kinds of a module's hooks, by the code that registered them."""
+_LINEAR_FORWARD = nn.Linear.forward if nn.Linear.forward.__globals__["__name__"] == nn.Linear.__module__ else None
+"""torch's `nn.Linear.forward`, or None if a program has replaced it before this import."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Access:
     """How the loss reads an output head's weight.
 
     linear: the `nn.Linear` that has the weight
-    caller: the module whose call gathers the weight for `linear`'s forward, which the loss replaces during that call;
-    None if the weight may be read at any time
-    slot: the attribute of `linear` with the forward to replace
+    caller: the module whose call gathers the weight and calls `linear`'s forward, in place of which the loss then runs;
+    None if the weight is always whole
+    slot: the attribute of `linear` that holds this forward
     mesh: the DeviceMesh over whose ranks the vocabulary is split; None for a whole weight
     layout: placement of the hidden states on that mesh
     """
@@ -50,8 +50,8 @@ class Access:
         """The process group over which the vocabulary is split, or None."""
         return None if self.mesh is None else self.mesh.get_group()
 
-    def arrived(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states of all rows: gathered under sequence parallelism."""
+    def all_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden states of all rows, which sequence parallelism splits over ranks."""
         if self.mesh is None:
             return hidden
         from torch.distributed.tensor import DTensor, Replicate
@@ -70,18 +70,18 @@ class Access:
             return loss(hidden, linear.weight, linear.bias)
         losses = []
 
-        def instead(x: torch.Tensor) -> torch.Tensor:
+        def loss_forward(x: torch.Tensor) -> torch.Tensor:
             _check_whole(linear.weight)
             losses.append(loss(x, linear.weight, linear.bias))
             return losses[0]
 
-        returned = redirected(self.caller, linear, self.slot, instead, hidden)
+        returned = redirected(self.caller, linear, self.slot, loss_forward, hidden)
         # FSDP casts a module's result to its output dtype, which is meant for logits
         return losses[0] if returned.dtype != losses[0].dtype else returned
 
 
 def redirected(wrapper: Any, module: Any, slot: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`wrapper(*args, **kwargs)` with `method` in the place of the forward in attribute `slot` of `module`."""
+    """`wrapper(*args, **kwargs)`, with `method` in place of `module`'s next forward. slot: attribute of the forward"""
     original = module.__dict__.get(slot)
 
     def restore() -> None:
@@ -108,15 +108,15 @@ def head_loss(
 ) -> torch.Tensor:
     """`loss(hidden, weight, bias)` of an output head, computed while FSDP or ZeRO-3 has its weight gathered.
 
-    loss: returns one tensor, such as a loss of `liger_hw.chunked_loss`. Call this inside the forward of the model that
-    the engine wraps. Raises `ValueError` for a head whose weight cannot be read: tensor parallel, quantised, with an
-    adapter or with hooks of others.
+    loss: a function that returns one tensor, such as a loss of `liger_hw.chunked_loss`. Call `head_loss` inside the
+    forward of the model that the engine wraps. Raises `ValueError` for a head whose weight cannot be read: tensor
+    parallel, quantised, with an adapter or with other hooks.
     """
     head = head.module if type(head).__name__ == "OutputHead" else head  # in a patched forward
     access = find_slice(head) if is_megatron(head) else find_access(head)
     if isinstance(access, str):
         raise ValueError(f"liger_hw.distributed.head_loss: this output head cannot be read; {access}")
-    split = "liger_hw.distributed.head_loss: the weight of this output head is split over ranks and never whole;"
+    split = "liger_hw.distributed.head_loss: this output head's weight is split over ranks and never gathered;"
     if isinstance(access, VocabSlice):
         if access.group is not None:
             remedy = "liger_fused_linear_scaled_cross_entropy_tp takes this rank's slice and the group"
@@ -130,9 +130,9 @@ def head_loss(
 def _check_whole(weight: torch.Tensor) -> None:
     if weight.dim() != 2 or (type(weight) not in TENSORS and is_dtensor(weight)):
         raise RuntimeError(
-            f"liger_hw: the output head's weight is a shard ({type(weight).__name__} {list(weight.shape)}) when the "
-            "loss needs it whole. Call the wrapped model itself (model(...), not model.forward(...)), so that its "
-            "hooks gather the weight, or shard the head as a unit of its own; otherwise apply the patch with "
+            f"liger_hw: the output head's weight is a shard ({type(weight).__name__} {list(weight.shape)}) and the "
+            "loss needs the whole weight. Call the wrapped model itself (model(...), not model.forward(...)), so that "
+            "its hooks gather the weight, or shard the head as a unit of its own; otherwise apply the patch with "
             "fused_linear_cross_entropy=False."
         )
 
@@ -141,7 +141,7 @@ def _check_whole(weight: torch.Tensor) -> None:
 
 _CORRECT = "its logits are computed in full, which is right but takes their memory"
 _PLAIN_WEIGHTS = ("Parameter", "Tensor", "DTensor", "FakeTensor", "FunctionalTensor")
-"""Classes of plain tensors, by names, which Dynamo can compare. Others may be quantised (torchao)."""
+"""Names of plain tensors' classes; Dynamo can compare names. Other classes may be quantised (torchao)."""
 
 
 def _overrides(kind: type) -> set[Any]:
@@ -149,20 +149,20 @@ def _overrides(kind: type) -> set[Any]:
     return {getattr(method, "__func__", method) for method in methods}
 
 
-_OF_TORCH = _overrides(torch.Tensor) | _overrides(nn.Parameter)
-_HOOKS = f"hooks are registered on it that must see its logits; {_CORRECT}"
+_TORCH_OVERRIDES = _overrides(torch.Tensor) | _overrides(nn.Parameter)
+_HOOKS = f"its hooks need its logits; {_CORRECT}"
 _ADAPTER = (
-    f"it carries an adapter (LoRA or alike), whose share the fused loss would leave out; {_CORRECT}. To fuse it, train "
-    "the head whole with modules_to_save=['lm_head'] or leave it out of target_modules"
+    f"it has an adapter (LoRA or alike), which the fused loss would leave out; {_CORRECT}. To fuse it, train the whole "
+    "head with modules_to_save=['lm_head'] or leave it out of target_modules"
 )
 _TENSOR_PARALLEL = (
-    "it is tensor parallel in a way whose logits this loss does not stand for: the fused loss takes a weight split by "
-    f"rows over a mesh of one dimension (ColwiseParallel) whose logits come back whole or as a DTensor; {_CORRECT}"
+    "its tensor parallelism is not supported: the fused loss takes a weight split by rows over a mesh of one dimension "
+    f"(ColwiseParallel) whose logits are returned whole or as a DTensor; {_CORRECT}"
 )
 
 
 def find_access(head: nn.Module) -> Access | str:
-    """How the loss reads an output head's weight, or why it cannot and what to do."""
+    """How the loss reads an output head's weight, or the reason why it cannot, with a remedy."""
     if type(head).__name__ == "FullyShardedDataParallel":
         inner = find_access(head._fsdp_wrapped_module)
         if isinstance(inner, str):
@@ -180,28 +180,28 @@ def find_access(head: nn.Module) -> Access | str:
         return Access(inner.linear, head, inner.slot) if gathered else _HOOKS
     if hasattr(head, "base_layer"):
         return _ADAPTER
-    if not isinstance(head, nn.Linear) or type(head).forward is not _LINEARS:
+    if not isinstance(head, nn.Linear) or type(head).forward is not _LINEAR_FORWARD:
         return f"it is a {type(head).__name__}, not an nn.Linear; {_CORRECT}"
-    if "parametrizations" in head._modules:  # checked first, since reading the weight would compute it
+    if "parametrizations" in head._modules:  # checked before the weight is read, which would compute it
         return f"its weight is computed by a parametrization; {_CORRECT}"
     kind = type(head.weight)
-    if kind.__name__ not in _PLAIN_WEIGHTS and not _overrides(kind) <= _OF_TORCH:
+    if kind.__name__ not in _PLAIN_WEIGHTS and not _overrides(kind) <= _TORCH_OVERRIDES:
         return f"its weight is a {kind.__name__}, not a plain tensor; {_CORRECT}"
     if TENSOR_PARALLEL in hooks or tensor_parallel_forward(head) is not None:
         return _sliced(head, hooks) or _TENSOR_PARALLEL
     if OTHER in hooks:
         return _HOOKS
-    if "forward" in head.__dict__ and getattr(head.forward, "__func__", None) is not _LINEARS:
+    if "forward" in head.__dict__ and getattr(head.forward, "__func__", None) is not _LINEAR_FORWARD:
         hook, original = getattr(head, "_hf_hook", None), getattr(head, "_old_forward", None)
         placed = type(hook).__name__ == "AlignDevicesHook" and not hook.offload
-        if placed and getattr(original, "__func__", None) is _LINEARS:
+        if placed and getattr(original, "__func__", None) is _LINEAR_FORWARD:
             return Access(head, head, "_old_forward")
         return f"its forward was replaced (offloading or another patch); {_CORRECT}"
     return Access(head, head if hooks else None)
 
 
 def hooks_of(module: nn.Module) -> set[str]:
-    """The owners of a module's hooks: FSDP2, ZERO3, TENSOR_PARALLEL, or OTHER, also for hooks on every module."""
+    """Kinds of a module's hooks: FSDP2, ZERO3, TENSOR_PARALLEL, or OTHER, also for hooks on every module."""
     if module._backward_hooks or module._backward_pre_hooks:
         return {OTHER}
     owners = set(map(_owner_of, (*module._forward_pre_hooks.values(), *module._forward_hooks.values())))
@@ -209,7 +209,7 @@ def hooks_of(module: nn.Module) -> set[str]:
 
 
 def _owner_of(hook: Any) -> str:
-    function = inspect.unwrap(hook)  # for a group of modules, FSDP2 registers functions that wrap its methods
+    function = inspect.unwrap(hook)  # on groups of modules FSDP2 registers functions that wrap its methods
     if getattr(function, "__module__", "") == "deepspeed.utils.nvtx":
         function = closure_of(function).get("func", function)
     owner = type(function.__self__) if inspect.ismethod(function) else function
@@ -222,12 +222,12 @@ def _owner_of(hook: Any) -> str:
 
 
 def sharded_by(module: nn.Module) -> str:
-    """Who shards parameters of a module or of a part of it: "FSDP1", FSDP2, ZERO3, TENSOR_PARALLEL or "".
+    """Who shards parameters of a module or of a submodule: "FSDP1", FSDP2, ZERO3, TENSOR_PARALLEL or "".
 
-    It may also be called in the module's forward, where FSDP and ZeRO-3 have gathered the parameters.
+    It can be called in the module's forward too, when FSDP and ZeRO-3 have gathered the parameters.
     """
     for part in module.modules():
-        if type(part).__name__ == "FullyShardedDataParallel" or forgotten(part):
+        if type(part).__name__ == "FullyShardedDataParallel" or unknown_flattened(part):
             return "FSDP1"
         hooks = hooks_of(part)
         for owner in (FSDP2, ZERO3, TENSOR_PARALLEL):
@@ -241,7 +241,7 @@ def sharded_by(module: nn.Module) -> str:
 
 
 def fsdp2_shards(module: nn.Module) -> int:
-    """The most devices over which FSDP2 shards a part of a module; may also be called in the module's forward."""
+    """The largest number of devices over which FSDP2 shards a submodule. It can be called in a forward too."""
     states = (part._get_fsdp_state() for part in module.modules() if hasattr(part, "_get_fsdp_state"))
     groups = (vars(state).get("_fsdp_param_groups") or [vars(state).get("_fsdp_param_group")] for state in states)
     return max((group.mesh_info.shard_mesh_size for several in groups for group in several if group), default=1)
@@ -260,7 +260,7 @@ def closure_of(function: Any) -> dict[str, Any]:
 
 
 def _parallel_style(hook: Any) -> tuple[str, tuple, Any] | None:
-    """(name of the style's class, arguments, DeviceMesh) of a hook of torch's `distribute_module`, or None."""
+    """(name of a ParallelStyle class, its arguments, DeviceMesh) of a hook of torch's `distribute_module`, or None."""
     if getattr(hook, "__module__", "") != "torch.distributed.tensor._api":
         return None
     cells = closure_of(hook)
@@ -278,7 +278,7 @@ def tensor_parallel_forward(module: nn.Module) -> dict[str, Any] | None:
 
 
 def _sliced(head: nn.Linear, hooks: set[str]) -> Access | None:
-    """Access to a weight whose rows, the vocabulary, are split over a mesh of one dimension."""
+    """The Access to a weight whose rows, the vocabulary, are split over a mesh of one dimension, or None."""
     if not _split_by_rows(head.weight) or not (head.bias is None or _split_by_rows(head.bias)):
         return None
     cells = tensor_parallel_forward(head)
@@ -286,7 +286,7 @@ def _sliced(head: nn.Linear, hooks: set[str]) -> Access | None:
         style, original = cells.get("self"), cells.get("original_forward")
         if hooks or type(style).__name__ != "ColwiseParallel":
             return None
-        if getattr(original, "__func__", None) is not _LINEARS:
+        if getattr(original, "__func__", None) is not _LINEAR_FORWARD:
             return None
         layout, output, local = style.input_layouts, style.output_layouts, style.use_local_output
     else:
@@ -310,10 +310,10 @@ def _split_by_rows(weight: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class VocabSlice:
-    """How the loss reads the weight of Megatron-core's output layer.
+    """This rank's slice of the weight of Megatron-core's output layer.
 
-    weight: [part, hidden], this rank's rows; group: the process group over which the vocabulary is split, or None;
-    sequence_parallel: the layer is called with this rank's rows of the hidden states
+    weight: [part, hidden]; group: the process group over which the vocabulary is split, or None
+    sequence_parallel: whether the layer is called with only this rank's rows of the hidden states
     """
 
     weight: torch.Tensor
@@ -332,13 +332,13 @@ def _column_parallel(head: Any) -> type | None:
 
 
 def find_slice(layer: nn.Module, weight: torch.Tensor | None = None) -> VocabSlice | str:
-    """This rank's slice of the vocabulary in Megatron's output layer, or why the fused loss cannot read it.
+    """The VocabSlice of Megatron's output layer, or why the fused loss cannot read the weight.
 
-    weight: the layer's argument `weight`, if the layer shares the embedding's
+    weight: the argument of the layer's call, if the layer uses the embedding's weight
     """
     weight = layer.weight if weight is None else weight
     if type(layer).forward is not _column_parallel(layer).forward:
-        return f"it is a {type(layer).__name__}, which computes its logits in its own way; {_CORRECT}"
+        return f"it is a {type(layer).__name__} with a forward of its own; {_CORRECT}"
     if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks or any(private.hooks_on_every_module):
         return _HOOKS  # Megatron's own hooks, which gather parameters, run before the forward
     if weight is None or is_dtensor(weight) or weight.dim() != 2:
@@ -355,11 +355,11 @@ def find_slice(layer: nn.Module, weight: torch.Tensor | None = None) -> VocabSli
 # -- shapes ----------------------------------------------------------------------------------------------------------
 
 _flattened: "weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, ...]]]" = weakref.WeakKeyDictionary()
-"""Module -> shapes of the parameters that FSDP1 took out of it; see `learn`."""
+"""Module -> shapes of its parameters that FSDP1 has flattened; see `store_flattened_shapes`."""
 
 
-def learn(model: nn.Module) -> None:
-    """Store the shapes of parameters that FSDP1 has flattened: their modules no longer have them."""
+def store_flattened_shapes(model: nn.Module) -> None:
+    """Store the shapes of the parameters that FSDP1 has flattened, which their modules no longer have."""
     for module in model.modules():
         handle = getattr(module, "_handle", None)
         if type(module).__name__ == "FullyShardedDataParallel" and handle is not None:
@@ -371,27 +371,27 @@ def learn(model: nn.Module) -> None:
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
-    """Name -> shape, when gathered, of a module's parameters; None for an absent one (`bias=None`)."""
+    """Name -> shape of a module's gathered parameter, or None for a parameter that is None (`bias=None`)."""
     shapes = {name: None if p is None else whole_shape(p) for name, p in module._parameters.items()}
     return shapes | _flattened.get(module, {})
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """A parameter's shape when gathered: ZeRO-3 leaves an empty tensor in its place."""
+    """The shape of a gathered parameter. ZeRO-3's shards are empty tensors with the attribute `ds_shape`."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def head_width(linear: nn.Linear) -> int:
-    """The width of a linear head's logits, by its weight: `out_features` may differ."""
+    """The width of a linear head's logits: the weight's, since `out_features` may differ."""
     shape = whole_shape(linear.weight)
-    return shape[0] if len(shape) == 2 else linear.out_features  # FSDP1 leaves a part of the flat parameter as weight
+    return shape[0] if len(shape) == 2 else linear.out_features  # under FSDP1 the weight may be a flat part
 
 
-def forgotten(module: nn.Module) -> list[str]:
-    """Names of parameters that FSDP1 flattened and `learn` did not see.
+def unknown_flattened(module: nn.Module) -> list[str]:
+    """Names of parameters that FSDP1 has flattened and whose shapes are not stored.
 
-    Between forwards with use_orig_params, the module's parameters are parts of them. Otherwise its attributes of these
-    names are views of the flat parameter.
+    With use_orig_params, between forwards, the module has flat parts as its parameters. Otherwise it has attributes of
+    these names, which are views of the flat parameter.
     """
     flat = [name for name, p in module._parameters.items() if getattr(p, "_fsdp_flattened", False)]
     for name, value in vars(module).items():

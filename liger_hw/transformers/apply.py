@@ -238,7 +238,7 @@ def unwrapped(model: Any) -> Any:
     from transformers import PreTrainedModel
 
     if isinstance(model, torch.nn.Module):
-        owners.learn(model)
+        owners.store_flattened_shapes(model)
     bare = model
     while not isinstance(bare, PreTrainedModel):
         if hasattr(bare, "get_base_model"):

@@ -1,11 +1,11 @@
-"""The patch engine: finds what a model's parts compute (probing/) and replaces them by kernels.
+"""The patch engine: finds out what a model's modules compute (probing/) and replaces their forwards by kernels.
 
-On classes it replaces `forward` of the norm, MLP and causal LM classes and the rotary functions in the family's
-modeling module, and `forward` of the decoder layer's class for what backward keeps (recompute/dial.py). So existing
-models are patched too, except for their experts, which a model's config chooses when it is made. On one live model it
-binds the same functions to that model's modules only, and its configuration names the experts.
-No function of torch or shared by families, no parameter and no module's class is changed. Parts that are not recognised
-keep their own code, and the report says why.
+A patch of classes replaces `forward` of a family's norm, MLP and causal LM classes, the rotary functions in its
+modeling module, and `forward` of the decoder layer's class for levels of activations (recompute/dial.py). Existing
+models run it too, except for experts, whose implementation a model's config chooses when the model is made. A patch of
+a live model binds the same functions to the model's modules and sets the experts' implementation in its config.
+Functions of torch or shared by families, parameters and modules' classes are not changed. A module that is not
+recognised keeps its forward, and the report has the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..recompute.dial import put_default, put_on
 from ..runtime.operator import check_flags
 from . import probing
 from .choice import CHOICE, NAME, SLOT, Choice, chosen_by_default
-from .experts import as_before, is_spread, register_experts
+from .experts import as_before, is_expert_parallel, register_experts
 from .hybrids import slow_recurrence
 from .loss import causal_lm_forward, head_path, why_not_fused
 from .marks import mark, mark_of
@@ -41,29 +41,29 @@ log = logging.getLogger("liger_hw")
 _PLAIN_LOSS, _FUSED_LOSS = "cross_entropy", "fused_linear_cross_entropy"
 _LOSSES = (_PLAIN_LOSS, _FUSED_LOSS)
 _EXPERTS, MLPS = "experts", ("swiglu", "geglu", "relu_squared")
-"""Keywords for MLPs. A family has one of them, which covers all its MLPs."""
+"""Keywords for MLPs. A family has one of them, for all its MLPs."""
 _PARTS = {
     "fused_gate_up_swiglu": "swiglu",
     "fused_moe": _EXPERTS,
     "gated_rms_norm": "rms_norm",
     "gated_delta_inputs": "short_conv",
 }
-"""Kernel -> its keyword, where that has another name."""
+"""Kernel -> keyword of the patch function, if its name is not the kernel's."""
 
 
 def patch_model(name: str, options: dict[str, bool], activations: Any, model: nn.Module) -> PatchReport:
-    """Patch one live model with the parts whose option is true; see `_apply`."""
+    """Patch one live model. options: keyword -> whether that part is patched; activations: see `_apply`"""
     report = PatchReport(name, f"one {type(model).__name__}", packing=packing_note(model))
     _apply(_ModelPatcher(model, report), options, activations, model, ())
-    if misfits := slow_recurrence(model):
-        log.warning(misfits)
+    if warning := slow_recurrence(model):
+        log.warning(warning)
     return report
 
 
 def patch_classes(
     name: str, options: dict[str, bool], activations: Any, modeling: types.ModuleType, samples: tuple[Any, ...]
 ) -> PatchReport:
-    """Patch the classes of a family's modeling module, found through samples: models without weights; see `_apply`."""
+    """Patch the classes of a family's modeling module that `samples`, models without weights, consist of."""
     report = PatchReport(name, "classes", module=modeling.__name__, packing=packing_note(samples[0], of_class=True))
     return _apply(_ClassPatcher(modeling, samples, report), options, activations, None, samples)
 
@@ -71,10 +71,10 @@ def patch_classes(
 def _apply(
     patcher: "_Patcher", options: dict[str, bool], activations: Any, model: nn.Module | None, samples: tuple[Any, ...]
 ) -> PatchReport:
-    """Patch, log the report once and return it. An error undoes what was done before it.
+    """Patch, log the report and return it. After an error nothing stays patched.
 
-    activations: what backward keeps (see `liger_hw.activations`); None: `put_default` if the patch has the fused loss.
-    Raises `ValueError` for both losses at once, and for a second patch that asks for the other loss.
+    activations: the setting of `liger_hw.activations`; None: `put_default` if the patch has the fused loss.
+    Raises `ValueError` for both losses at once, and if an earlier patch has the other loss.
     """
     report = patcher.report
     check_flags(report.family, **options)
@@ -107,8 +107,8 @@ def _apply(
 class _Patcher:
     """One call of a patch function, on a live model or on classes.
 
-    Subclasses have `patch_rope`, `patch_modules` and `causal_lms`, which yields (model or class to patch, the model or
-    a sample) for each causal LM. why_no_loss: what the report says without one
+    Subclasses define `patch_rope`, `patch_modules` and `causal_lms`, which yields for each causal LM (model or class to
+    patch, the model or a sample). why_no_loss: the report's reason if there is none
     """
 
     def __init__(self, report: PatchReport, why_no_loss: str) -> None:
@@ -142,10 +142,10 @@ class _Patcher:
                 )
             if old_mark is not None or not head:
                 state = ALREADY if old_mark is not None else "left alone: it has no output head of its own"
-                self.keep(part, where, part, state, owner)
+                self.report_unchanged(part, where, part, state, owner)
                 continue
             if _is_foreign(owner, current):
-                self.keep(part, where, part, _REPLACED, owner)
+                self.report_unchanged(part, where, part, _REPLACED, owner)
                 continue
             original, switch = getattr(current, "__func__", current), [True]
             forward = causal_lm_forward(original, head, part == _FUSED_LOSS, switch)
@@ -160,11 +160,11 @@ class _Patcher:
                 self.report.logits = getattr(model.get_submodule(head), "out_features", 0)
             self.change(part, where, kernel, Patch(owner, slot, replacement), words)
         if not has_model:
-            self.keep(part, "-", part, f"left alone: {self.why_no_loss}")
+            self.report_unchanged(part, "-", part, f"left alone: {self.why_no_loss}")
 
     def recognise(self, module: nn.Module, options: dict[str, bool]) -> Match | Refused | None:
-        """`probing.recognise`, once for all modules that must compute the same."""
-        if not options.get("short_conv") and probing.mixers.is_candidate(module):  # their probe takes longest
+        """`probing.recognise`, called once for all modules that compute the same."""
+        if not options.get("short_conv") and probing.mixers.is_candidate(module):  # the slowest probe
             return None
         forward = type(module).forward
         guards = guards_of(module, forward, frozenset())
@@ -177,15 +177,15 @@ class _Patcher:
         return self.recognised[key]
 
     def rotary_match(self, function: Callable, where: str, module: Any = None) -> Match | None:
-        """The match of a rotary function. A function without one is reported."""
+        """The match of a rotary function, or None, for which a row is added to the report."""
         result = None if mark_of(function) else self.recognise_rotary(function)
         if isinstance(result, Match):
             return result
-        self.keep("rope", where, "rope", f"left alone: {result.reason}" if result else ALREADY, module)
+        self.report_unchanged("rope", where, "rope", f"left alone: {result.reason}" if result else ALREADY, module)
         return None
 
-    def keep(self, part: str, where: str, kernel: str, state: str, module: Any = None) -> None:
-        """Report a place that keeps its code; module: the live model's module, for its path."""
+    def report_unchanged(self, part: str, where: str, kernel: str, state: str, module: Any = None) -> None:
+        """Add a row for code that this call does not change. module: a live model's module, for its path"""
         self.report.rows.append(PatchRow(part, where, kernel, state, path=self.paths.get(module, "")))
 
     def change(self, part: str, where: str, kernel: str, patch: Patch, variant: str = "") -> None:
@@ -196,12 +196,12 @@ _REPLACED = "left alone: its forward was replaced by something else; patch the m
 
 
 def _is_foreign(owner: Any, forward: Callable) -> bool:
-    """Whether a live module's forward is not a method of it but, say, a function set by pipeline parallelism."""
+    """Whether a live module's forward is not its method, but a function that, say, pipeline parallelism has set."""
     return not isinstance(owner, type) and getattr(forward, "__self__", None) is not owner
 
 
-def _wanted_part(kernel: str, options: dict[str, bool]) -> str | None:
-    """The part to which a kernel belongs, or None if its option is absent or false."""
+def _enabled_part(kernel: str, options: dict[str, bool]) -> str | None:
+    """The keyword to which a kernel belongs, or None if its option is absent or false."""
     part = _PARTS.get(kernel, kernel)
     if part not in options and part in MLPS:
         part = next((name for name in MLPS if name in options), part)
@@ -233,7 +233,7 @@ class _ModelPatcher(_Patcher):
         super().__init__(report, why_no_loss)
         self.model = model
         self.paths = {module: name for name, module in model.named_modules()}
-        self.forwards: dict[tuple, Callable] = {}  # modules that compute the same share one function
+        self.forwards: dict[tuple, Callable] = {}  # (match, original, guards) -> the function of all these modules
 
     def causal_lms(self) -> Iterator[tuple[Any, Any]]:
         for module in self.model.modules():
@@ -251,27 +251,27 @@ class _ModelPatcher(_Patcher):
         current, where = getattr(module, slot), f"{type(module).__name__}.forward"
         if old_mark := mark_of(current) or mark_of(getattr(module, SLOT, None)):
             if options.get(old_mark[0]) and old_mark[0] not in ("rope", *_LOSSES):
-                self.keep(old_mark[0], where, old_mark[1], ALREADY, module)
+                self.report_unchanged(old_mark[0], where, old_mark[1], ALREADY, module)
             return
         result = self.recognise(module, options)
-        part = _wanted_part(result.kernel, options) if result else None
+        part = _enabled_part(result.kernel, options) if result else None
         if part is None:
             return
         if isinstance(result, Match):
-            its_own = getattr(current, "__self__", None) is module
-            if not its_own and result.kernel == "fused_moe" and is_spread(module, current):
-                self._patch_spread(module, where, part, result)
+            is_method = getattr(current, "__self__", None) is module
+            if not is_method and result.kernel == "fused_moe" and is_expert_parallel(module, current):
+                self._patch_expert_parallel(module, where, part, result)
                 return
-            if not its_own or current.__func__ is not type(module).forward:
+            if not is_method or current.__func__ is not type(module).forward:
                 result = Refused("its forward was replaced by something else", result.kernel)
         if isinstance(result, Refused):
-            self.keep(part, where, result.kernel, f"left alone: {result.reason}", module)
+            self.report_unchanged(part, where, result.kernel, f"left alone: {result.reason}", module)
             return
         forward = self._forward(module, part, result, current.__func__)
         self._bind(module, slot, forward, where, part, result)
 
-    def _patch_spread(self, module: nn.Module, where: str, part: str, match: Match) -> None:
-        """Patch SLOT, which the function named `liger_hw` calls: expert parallelism has replaced the forward."""
+    def _patch_expert_parallel(self, module: nn.Module, where: str, part: str, match: Match) -> None:
+        """Set SLOT, which the experts' implementation `liger_hw` calls: expert parallelism has replaced `forward`."""
         if SLOT in vars(module):
             return
         original, switch = type(module).forward, [True]
@@ -280,16 +280,16 @@ class _ModelPatcher(_Patcher):
         self._bind(module, SLOT, forward, where, part, match)
 
     def _bind(self, module: nn.Module, slot: str, forward: Callable, where: str, part: str, match: Match) -> None:
-        """Give the module this forward. The configuration of experts then names liger_hw."""
+        """Set the module's forward. For experts, set the implementation in the config to liger_hw too."""
         config = vars(module).get("config")
         if match.kernel == "fused_moe" and getattr(config, CHOICE, NAME) != NAME:
             self.report.apply(Choice(config))
         self.change(part, where, match.kernel, Patch(module, slot, types.MethodType(forward, module)), match.variant)
 
     def _forward(self, module: nn.Module, part: str, match: Match, original: Callable) -> Callable:
-        """The match's forward while the module is as it is now; if it changes, `original` runs."""
+        """A method that runs the match while the module is as it is now, and `original` if it has changed."""
         guards = guards_of(module, original, match.used)
-        guards = tuple(guard for guard in guards if guard[1] not in match.used)  # it was probed with its own weights
+        guards = tuple(guard for guard in guards if guard[1] not in match.used)  # probed with the module's own weights
         if match.kernel == "fused_moe":
             guards = probing.experts.while_named(guards)
         key = (id(match), original, guards)
@@ -305,12 +305,12 @@ class _ModelPatcher(_Patcher):
             slot = forward_slot(module)
             if _is_foreign(module, getattr(module, slot)):
                 if rotary.functions_called(type(module).forward):
-                    self.keep("rope", f"{type(module).__name__}.forward", "rope", _REPLACED, module)
+                    self.report_unchanged("rope", f"{type(module).__name__}.forward", "rope", _REPLACED, module)
                 continue
             forward = current_forward(module, slot)
             where, unpatched = f"{type(module).__name__}.forward", forward
             if (mark_of(forward) or ("",))[0] == "rope":
-                self.keep("rope", where, "rope", ALREADY)
+                self.report_unchanged("rope", where, "rope", ALREADY)
                 continue
             for name, function in rotary.functions_called(forward).items():
                 match = self.rotary_match(function, f"{function.__module__.rpartition('.')[2]}.{name}", module)
@@ -318,21 +318,21 @@ class _ModelPatcher(_Patcher):
                     continue
                 copied = copy_calling(forward, name, function, match)
                 if isinstance(copied, str):
-                    self.keep("rope", where, "rope", copied, module)
+                    self.report_unchanged("rope", where, "rope", copied, module)
                     continue
-                forward = copied  # may call a second rotary function
+                forward = copied  # in which a second rotary function may be replaced next
                 method = bound_by_class(unpatched, forward) if unpatched is type(module).forward else forward
                 bound = types.MethodType(mark(method, "rope", match.kernel), module)
                 self.change("rope", where, match.kernel, Patch(module, slot, bound), match.variant)
 
 
 def _copy_calling(forward: Callable, name: str, function: Callable, match: Match) -> Callable | str:
-    """A copy of an attention's forward that calls the kernel where it calls `name`, or why it cannot be copied."""
+    """A copy of an attention's forward that calls the kernel in place of `name`, or why it cannot be copied."""
     scope = forward
     while name not in getattr(scope, "__globals__", {}) and hasattr(scope, "__wrapped__"):
         scope = scope.__wrapped__
     private = private_name(name, match.variant)
-    if private not in scope.__globals__:  # harmless, and shared by all patched instances, so never removed
+    if private not in scope.__globals__:  # never removed: other patched instances may call it
         replacement = match.replacement
         module = sys.modules.get(scope.__globals__["__name__"])
         if module is not None:
@@ -348,7 +348,7 @@ def _copy_calling(forward: Callable, name: str, function: Callable, match: Match
 
 
 class _ClassPatcher(_Patcher):
-    """modeling: the family's module; only classes defined there are changed; samples: its models without weights."""
+    """modeling: the family's module, of whose classes only are changed; samples: its models, without weights."""
 
     def __init__(self, modeling: Any, samples: tuple[Any, ...], report: PatchReport) -> None:
         super().__init__(report, f"{modeling.__name__} has no causal LM")
@@ -364,30 +364,30 @@ class _ClassPatcher(_Patcher):
                 yield type(sample), sample
 
     def patch_modules(self, options: dict[str, bool]) -> None:
-        borrowed: dict[tuple[str, type], Match] = {}
+        foreign: dict[tuple[str, type], Match] = {}  # (part, class defined elsewhere) -> match
         for cls, modules in self.instances.items():
             old_mark = mark_of(cls.forward)
             if old_mark is not None and old_mark[0] not in _LOSSES:
                 if options.get(old_mark[0]):
-                    self.keep(old_mark[0], f"{cls.__name__}.forward", old_mark[1], ALREADY)
+                    self.report_unchanged(old_mark[0], f"{cls.__name__}.forward", old_mark[1], ALREADY)
                 continue
             results = [(module, self.recognise(module, options)) for module in modules]
             kernel = next((result.kernel for _, result in results if result), None)
-            part = _wanted_part(kernel, options) if kernel else None
+            part = _enabled_part(kernel, options) if kernel else None
             if not part:
                 continue
             if cls.__module__ == self.modeling.__name__:
                 self._patch_class(cls, part, results)
             elif match := next((result for _, result in results if isinstance(result, Match)), None):
-                borrowed[part, cls] = match
+                foreign[part, cls] = match
             else:
                 reason = next(result.reason for _, result in results if isinstance(result, Refused))
-                self.keep(part, f"{cls.__name__}.forward", kernel, f"left alone: {reason}")
-        if borrowed:
-            self._patch_new_models(options, borrowed)
+                self.report_unchanged(part, f"{cls.__name__}.forward", kernel, f"left alone: {reason}")
+        if foreign:
+            self._patch_new_models(options, foreign)
 
     def _patch_class(self, cls: type, part: str, results: list[tuple[Any, Match | Refused | None]]) -> None:
-        """One forward for all instances of a class: each match, under the guards of the sample it came from."""
+        """Give a class one forward for all instances, which runs each match under the guards of its sample's module."""
         where, original = f"{cls.__name__}.forward", cls.forward
         unknown = EVERYTHING in reads(cls, original)
         known = [] if unknown else [(module, result) for module, result in results if isinstance(result, Match)]
@@ -395,9 +395,9 @@ class _ClassPatcher(_Patcher):
         matches = [pair for pair in pairs if not any(_contradicts(*pair, *sample) for sample in results)]
         if not matches:
             refused = next((result for _, result in results if isinstance(result, Refused)), None)
-            reason = "it passes self on" if unknown else "its instances differ in ways that cannot be told apart"
+            reason = "it passes self on" if unknown else "its instances differ in a way that no guard compares"
             reason = refused.reason if refused else f"{reason}; patch a live model"
-            self.keep(part, where, refused.kernel if refused else part, f"left alone: {reason}")
+            self.report_unchanged(part, where, refused.kernel if refused else part, f"left alone: {reason}")
             return
         if any(name == CHOICE for guards, _ in matches for _, name, _ in guards):
             self._choose_by_default()
@@ -411,8 +411,8 @@ class _ClassPatcher(_Patcher):
         self.change(part, where, match.kernel, Patch(cls, "forward", forward), " or ".join(filter(None, words)))
 
     def _choose_by_default(self) -> None:
-        """Make the configurations of later models name liger_hw, if the program names no implementation of experts. An
-        existing model's configuration names one, but not whether the program chose it."""
+        """Make liger_hw the default implementation of experts in new models. An existing model's config does not tell
+        whether the program chose its implementation, so it is not changed."""
         slot = "get_correct_experts_implementation"
         for sample in self.samples:
             own_classes = (cls for cls in type(sample).__mro__ if cls.__module__ == self.modeling.__name__)
@@ -420,10 +420,10 @@ class _ClassPatcher(_Patcher):
             if bases and not mark_of(getattr(bases[-1], slot)):
                 self.report.apply(Patch(bases[-1], slot, chosen_by_default(getattr(bases[-1], slot))))
 
-    def _patch_new_models(self, options: dict[str, bool], borrowed: dict[tuple[str, type], Match]) -> None:
-        """Patch modules of other families' classes (torch's LayerNorm, a CLIP tower, a Llama) in new models.
+    def _patch_new_models(self, options: dict[str, bool], foreign: dict[tuple[str, type], Match]) -> None:
+        """Patch modules whose classes are defined elsewhere (torch's LayerNorm, a CLIP tower, a Llama) in new models.
 
-        These classes are shared, so they are not changed; each new model of the family is patched when it is complete.
+        Other families use these classes too, so instances are patched, when a new model of the family is complete.
         """
         parts = {part: on for part, on in options.items() if part not in _LOSSES}
 
@@ -431,7 +431,7 @@ class _ClassPatcher(_Patcher):
             _ModelPatcher(model, PatchReport(type(model).__name__, "a new model")).patch(parts)
 
         self.report.apply(NewModels({type(sample) for sample in self.samples}, prepare))
-        for (part, cls), match in borrowed.items():
+        for (part, cls), match in foreign.items():
             row = PatchRow(part, f"{cls.__name__}.forward of new models", match.kernel, PATCHED, match.variant)
             self.report.rows.append(row)
 
@@ -450,10 +450,10 @@ class _ClassPatcher(_Patcher):
                     replacement = mark(match.replacement, "rope", match.kernel, original=function)
                     self.change("rope", where, match.kernel, Patch(self.modeling, name, replacement), match.variant)
         if not done:
-            self.keep("rope", short, "rope", "left alone: no attention of its own calls a rotary function")
+            self.report_unchanged("rope", short, "rope", "left alone: no attention of its own calls a rotary function")
 
 
 def _contradicts(guards: Guards, match: Match, module: Any, result: Match | Refused | None) -> bool:
-    """Whether the guards would give `module` this `match`, although its own `result` differs."""
+    """Whether `module` meets the guards, although its own `result` is not this `match`."""
     same = isinstance(result, Match) and (result.kernel, result.variant) == (match.kernel, match.variant)
     return not same and holds(module, guards)

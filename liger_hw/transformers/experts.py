@@ -114,7 +114,7 @@ def as_before(
 # -- experts whose forward transformers has replaced -----------------------------------------------------------------
 
 
-def is_spread(module: torch.nn.Module, forward: Callable) -> bool:
+def is_expert_parallel(module: torch.nn.Module, forward: Callable) -> bool:
     """Whether transformers has spread a module's experts over ranks, with a `forward` that calls the class's own.
 
     Each rank has some of the experts, which newer versions mark, or a part of each. Without a mark, the only sign is

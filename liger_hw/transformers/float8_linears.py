@@ -1,10 +1,9 @@
-"""`liger_hw.float8(model)`: the linears of a live model multiply in FP8.
+"""`liger_hw.float8(model)`: linears of a live model compute their products in FP8.
 
 Their class becomes `Float8Linear`, a subclass of `nn.Linear`. Parameters, buffers, hooks and names stay the same, so
 state_dict, optimizers, checkpointing and FSDP work as before, and `undo` restores the class. With `keep_frozen`, a
-linear whose weight does not train becomes a `KeptFloat8Linear`, which stores only FP8; `weight` and state_dict still
-give it in its dtype. Linears of one parent share the FP8 copy of an input that several of them take (q, k, v; gate,
-up).
+linear whose weight does not train becomes a `KeptFloat8Linear`, which stores the weight in FP8 only; `weight` and
+state_dict still have its former dtype. Linears of one parent with the same input (q, k, v; gate, up) quantise it once.
 """
 
 from __future__ import annotations
@@ -33,37 +32,37 @@ from .replacing import KERNEL_DTYPES, is_traced
 
 GATES = {"silu": swiglu_float8.GATE, "gelu_tanh": geglu_float8.TANH, "gelu": geglu_float8.EXACT}
 SMALLEST = 512
-"""A linear with fewer inputs or outputs takes longer to quantise than its product saves."""
+"""For linears with fewer inputs or outputs, quantising takes longer than FP8 saves."""
 _ROUTERS = {"router", "gate"}
-"""Parts of the paths of linears that choose experts: rounding could change their discrete choice."""
+"""Names in paths of linears that choose experts; rounding could change the choice."""
 
 
 class SharedInput:
-    """The last input of some linears and its FP8 copy, which a backward keeps. Both are weak references."""
+    """The last input of some linears and its FP8 copy, as weak references; the linears' backwards keep the copy."""
 
     def __init__(self) -> None:
         self.state: tuple | None = None
 
     def rows(self, x: torch.Tensor, settings: Settings) -> Float8Rows:
-        """x in FP8: the previous linear's copy, if that had the same tensor, unchanged since.
+        """x in FP8: the previous linear's copy, if x is the same tensor and unchanged.
 
-        Each linear takes a copy once: a tensor that comes to it again is quantised again, since a write through
-        `x.data` does not change the version. (Such a write between two linears of one forward goes unnoticed; in torch
-        too it makes the first one's gradient wrong.) Tensors of `torch.inference_mode` have no version and are
-        quantised each time.
+        Each linear uses a copy once. If x comes to it again, x is quantised again, since a write through `x.data` does
+        not change the version. (Such a write between two linears of one forward is not noticed. In plain torch it makes
+        the first one's gradient wrong too.) Tensors of `torch.inference_mode` have no version and are quantised each
+        time.
         """
-        counts, taker = not x.is_inference(), id(settings)
-        if counts and self.state is not None:
-            ref, version, takers, *parts = self.state
+        has_version, user = not x.is_inference(), id(settings)
+        if has_version and self.state is not None:
+            ref, version, users, *parts = self.state
             data, scale = (part() for part in parts)
-            is_same = ref() is x and x._version == version and taker not in takers
+            is_same = ref() is x and x._version == version and user not in users
             if is_same and data is not None and scale is not None:
-                takers.add(taker)
+                users.add(user)
                 return Float8Rows(data, scale)
         with torch.no_grad():
             rows = quantized(as_rows(x), E4M3, settings.recipe.rowwise)
-        if counts:
-            self.state = weakref.ref(x), x._version, {taker}, weakref.ref(rows.data), weakref.ref(rows.scale)
+        if has_version:
+            self.state = weakref.ref(x), x._version, {user}, weakref.ref(rows.data), weakref.ref(rows.scale)
         return rows
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,23 +71,23 @@ class SharedInput:
 
 @dataclass
 class Settings:
-    """How one linear computes. shared: the SharedInput of linears with the same input; kept: the former dtype of a
-    weight that is kept in FP8."""
+    """How one linear computes. shared: that of all linears with the same input; kept_dtype: former dtype of a weight
+    that is kept in FP8"""
 
     recipe: Recipe
     shared: SharedInput | None = None
-    kept: torch.dtype | None = None
+    kept_dtype: torch.dtype | None = None
     scales: Scales = field(default_factory=Scales)
 
 
 class Float8Linear(nn.Linear):
-    """An `nn.Linear` whose products are in FP8; see `liger_hw.transformers.functional.liger_float8_linear`."""
+    """An `nn.Linear` with products in FP8, by `liger_hw.transformers.functional.liger_float8_linear`'s kernels."""
 
     float8: Settings
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: [..., in_features]; returns [..., out_features]."""
-        undone = not isinstance(self, Float8Linear)  # a wrapper has kept this method after `undo`
+        undone = not isinstance(self, Float8Linear)  # a wrapper still calls this method after `undo`
         if undone or isinstance(input, torch.fx.Proxy):
             return nn.functional.linear(input, self.weight if undone else self._widened(), self.bias)
         settings, (weight, *state) = self.float8, self._operands()
@@ -96,8 +95,8 @@ class Float8Linear(nn.Linear):
             return nn.functional.linear(input, self._widened(), self.bias)
         if is_dtensor(weight) or is_dtensor(input):
             raise ValueError(
-                "float8: this linear's weight is split over ranks (tensor parallelism), whose scales would differ; "
-                "call report.undo(), or shard with FSDP2, which gathers a weight before it is used"
+                "float8: this linear's weight is split over ranks (tensor parallelism), each with other scales; call "
+                "report.undo(), or shard with FSDP2, which gathers a weight before it is used"
             )
         rows = None
         if settings.shared is not None and not torch.compiler.is_compiling():
@@ -105,7 +104,8 @@ class Float8Linear(nn.Linear):
         return linear(input, weight, self.bias, rows, settings.recipe, "float8", *state)
 
     def after_gate(self, act: str, a: torch.Tensor, b: torch.Tensor, owned: bool) -> torch.Tensor | None:
-        """This linear of act(a) * b, which is written in FP8 only; None if a hook or another forward needs it."""
+        """This linear's output for the input act(a) * b, which is computed in FP8 only. None if the linear has hooks or
+        another forward, which may read that input, or if the kernel does not support the arguments."""
         hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
         if any(hooks) or "forward" in vars(self) or act not in GATES or not self.float8.recipe.rowwise or too_wide(a):
             return None
@@ -115,21 +115,20 @@ class Float8Linear(nn.Linear):
         return gated_linear(GATES[act], a, b, weight, self.bias, owned, "float8", *state)
 
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor | None, Scales | None]:
-        """The weight, its scale if it is kept in FP8, and where to note scales for `overflow` (not under
-        torch.compile)."""
+        """(weight, its scale if it is kept in FP8, the Scales that `overflow` reads; None under torch.compile)"""
         return self.weight, None, None if torch.compiler.is_compiling() else self.float8.scales
 
     def _widened(self) -> torch.Tensor:
-        """The weight in its dtype."""
+        """The weight in its former dtype."""
         return self.weight
 
-    def give_back(self) -> None:
-        """Become the former linear again. A weight that was kept in FP8 stays rounded."""
+    def restore(self) -> None:
+        """Become an `nn.Linear` again. A weight that was kept in FP8 stays rounded."""
         del self.float8
         self.__class__ = nn.Linear
 
 
-_KEPT_AS_IT_IS = (
+_READ_ONLY = (
     "float8: a weight kept in FP8 cannot be changed, trained, or have an adapter merged into it; call report.undo() "
     "first, which gives the weights back in their dtype"
 )
@@ -140,7 +139,7 @@ _CAST = (
 
 
 class KeptWeight(torch.Tensor):
-    """What reading `weight` of a `KeptFloat8Linear` returns: a temporary tensor in its dtype. Writing to it raises
+    """`weight` of a `KeptFloat8Linear`: a temporary tensor in the weight's former dtype. Writing to it raises
     `ValueError`, since the values would be lost."""
 
     _is_param = True  # for isinstance(weight, nn.Parameter)
@@ -154,7 +153,7 @@ class KeptWeight(torch.Tensor):
         freezes = name in ("__set__", "requires_grad_") and args[-1] is False
         targets = target if isinstance(target, (list, tuple)) else (target,)
         if writes and not freezes and any(isinstance(one, KeptWeight) for one in targets):
-            raise ValueError(_KEPT_AS_IT_IS)
+            raise ValueError(_READ_ONLY)
         with without_torch_function():
             result = func(*args, **kwargs)
             tensors = isinstance(result, torch.Tensor) and isinstance(target, KeptWeight) and result.dim() > 0
@@ -166,12 +165,12 @@ class KeptWeight(torch.Tensor):
 
 
 class KeptFloat8Linear(Float8Linear):
-    """A `Float8Linear` whose weight, which does not train, is kept in FP8 alone: a parameter `weight_fp8` and a buffer
+    """A `Float8Linear` with a frozen weight, which is kept in FP8 only: a parameter `weight_fp8` and a buffer
     `weight_scale`."""
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight in its dtype, computed at each read."""
+        """The weight in its former dtype, computed at each read."""
         weight = self._widened()
         if not is_dtensor(weight) and not torch.compiler.is_compiling():
             weight = weight.as_subclass(KeptWeight)
@@ -181,15 +180,15 @@ class KeptFloat8Linear(Float8Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight":
             super().__setattr__(name, value)
-        elif getattr(value, "linear", None) is not self:  # PEFT's unload() writes back the weight that it has read
-            raise ValueError(_KEPT_AS_IT_IS)
+        elif getattr(value, "linear", None) is not self:  # PEFT's unload() assigns the weight that it has read
+            raise ValueError(_READ_ONLY)
 
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor | None, Scales | None]:
         weight = self.weight_fp8
         if weight.dtype.itemsize > 1:
             raise ValueError(_CAST.format(weight.dtype))
         if weight.requires_grad:
-            raise ValueError(_KEPT_AS_IT_IS)
+            raise ValueError(_READ_ONLY)
         return weight, self.weight_scale, None if torch.compiler.is_compiling() else self.float8.scales
 
     def _apply(self, fn: Callable, *args: Any) -> nn.Module:
@@ -199,30 +198,30 @@ class KeptFloat8Linear(Float8Linear):
         return super()._apply(fn, *args)
 
     def keep(self) -> None:
-        """Quantise the weight of a linear that has just got this class, and free the wider one."""
+        """Quantise the weight of a linear that has just got this class, and free it in its former dtype."""
         weight = self._parameters.pop("weight")
         rows = quantized(weight.detach(), E4M3, self.float8.recipe.rowwise)
-        self.float8.kept = weight.dtype
+        self.float8.kept_dtype = weight.dtype
         self._parameters = {"weight_fp8": nn.Parameter(rows.data, requires_grad=False), **self._parameters}
         self.register_buffer("weight_scale", rows.scale, persistent=False)
 
     def _widened(self) -> torch.Tensor:
         weight, scale = self.weight_fp8.detach(), self.weight_scale[:, None]
-        if is_dtensor(weight):  # FSDP2's: some rows on each rank, but all scales
+        if is_dtensor(weight):  # sharded by FSDP2: some rows on each rank, but every scale
             from torch.distributed.tensor import Replicate
 
             mesh = weight.device_mesh
             scale = type(weight).from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return (weight.float() * scale).to(self.float8.kept)
+        return (weight.float() * scale).to(self.float8.kept_dtype)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         weight = nn.Parameter(self._widened(), requires_grad=False)
         del self.weight_fp8, self.weight_scale
         self._parameters = {"weight": weight, **self._parameters}
-        super().give_back()
+        super().restore()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """The weight is stored in its dtype, on the CPU, since the device may have no room for it."""
+        """Store the weight in its former dtype, on the CPU, as it might not fit on the device."""
         weight = self._widened()
         destination[f"{prefix}weight"] = weight if is_dtensor(weight) else weight.cpu()
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -250,8 +249,8 @@ _CLASSES = (Float8Linear, KeptFloat8Linear)
 
 @dataclass
 class Float8Report:
-    """What `float8` did; `undo` reverts it. linears: path -> sizes of each linear in FP8; left_alone: path -> why it is
-    not; unmatched: texts of `skip` that are in no linear's path."""
+    """What `float8` changed; `undo` reverts it. linears: path -> sizes of each linear in FP8; left_alone: path -> why a
+    linear is not in FP8; unmatched: texts of `skip` that are in no linear's path"""
 
     recipe: str
     linears: dict[str, str] = field(default_factory=dict)
@@ -260,8 +259,8 @@ class Float8Report:
     _modules: list[nn.Linear] = field(default_factory=list, repr=False)
 
     def undo(self) -> int:
-        """Restore every linear's class; returns how many. Raises `ValueError` if a linear was parametrised or sharded
-        by itself since, or a weight that is kept in FP8 was sharded since."""
+        """Restore the linears' class; returns their number. Raises `ValueError` if a linear was later parametrised or
+        made an FSDP2 unit, or a weight that is kept in FP8 was later sharded."""
         for path, module in zip(self.linears, self._modules):
             if isinstance(module, Float8Linear) and type(module) not in _CLASSES:
                 raise ValueError(
@@ -272,16 +271,16 @@ class Float8Report:
                 raise ValueError(f"float8: {path}'s weight is kept in FP8 and was sharded since; save a state_dict")
         ours = [module for module in self._modules if type(module) in _CLASSES]
         for module in ours:
-            module.give_back()
+            module.restore()
         self._modules.clear()
         return len(ours)
 
     def overflow(self) -> dict[str, str]:
-        """Path -> which of `input`, `weight` and `gradient` (of the output) had an infinity or NaN in the linear's last
-        forward and backward. Quantising finite numbers never overflows.
+        """Path -> those of `input`, `weight` and `gradient` (of the output) that had an infinity or NaN in the linear's
+        last forward and backward. Quantising finite numbers never overflows.
 
-        It is read from the scales, so training does no extra work; the call waits for the device. Linears that
-        torch.compile traced are not included.
+        The call reads their scales, so a step does no extra work, and waits for the device. Linears in compiled code
+        are not included.
         """
         overflows = {}
         for path, module in zip(self.linears, self._modules):
@@ -309,19 +308,19 @@ def float8(
     smallest: int = SMALLEST,
     keep_frozen: bool = False,
 ) -> Float8Report:
-    """Make the linears of a live model multiply in FP8, forward and backward; before or after `patch`.
+    """Make linears of a live model compute in FP8, forward and backward. It may be called before or after `patch`.
 
     model: on a device that has FP8, or on the CPU, where FP8 is computed exactly and slowly
     recipe: `rowwise`, a scale for each row of each tensor, or `tensorwise`, one for each tensor
-    skip: linears whose path contains one of these texts stay as they are. So do heads, routers, linears with fewer than
-    `smallest` inputs or outputs or sizes that are no multiples of 16, other classes (quantised ones, GPT-2's Conv1D),
-    and linears with a replaced forward.
-    keep_frozen: weights that do not train, as LoRA's base weights, are kept in FP8 alone: one byte a number, and no
-    quantising in a step. `weight`, `state_dict` and `undo` give them in their dtype, but rounded. Weights that several
-    modules share do not change, nor does a model's first weight, from which `model.dtype` is read.
+    skip: linears whose path contains one of these texts are left alone. So are heads, routers, linears with fewer than
+    `smallest` inputs or outputs or with sizes that are no multiples of 16, other classes (quantised linears, GPT-2's
+    Conv1D), and linears with a replaced forward.
+    keep_frozen: weights that do not train, such as LoRA's base weights, are kept in FP8 only: one byte a number, and no
+    quantising in a step. `weight`, `state_dict` and `undo` return them in their former dtype, rounded. Weights of
+    several modules are not changed, nor is a model's first weight, from which `model.dtype` is read.
 
-    Returns a `Float8Report`, whose `undo()` reverts it. Raises `ValueError` for another recipe, a device without FP8, a
-    model in which no linear fits, and keep_frozen if all weights train.
+    Returns a `Float8Report`. Raises `ValueError` for an unknown recipe, a device without FP8, a model in which every
+    linear is left alone, and for keep_frozen if all weights train.
     """
     if recipe not in tuple(RECIPES):
         reason = "; block scales are for sm100 and later and have no kernel here; use rowwise" * (recipe == "mxfp8")
@@ -359,7 +358,7 @@ def float8(
     for path, module in zip(report.linears, report._modules) if keep_frozen else ():
         if is_dtensor(module.weight) or module.weight.is_meta or not module.weight.numel():
             raise ValueError(
-                f"float8: keep_frozen=True, but the numbers of {path}.weight are not all here; call it after the model "
+                f"float8: keep_frozen=True, but {path}.weight is sharded or has no data yet; call it after the model "
                 "is loaded and before it is sharded"
             )
     for modules in groups.values():
@@ -379,16 +378,16 @@ def float8(
 
 
 def _is_left_to_torch(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether torch's own linear runs for an input: traced, nested, sparse, of a width or dtype that torch refuses, in
-    fp64, empty, or on the meta device."""
+    """Whether torch's linear runs for x: traced, nested, sparse, empty, on the meta device, of another width than the
+    weight's, or of a dtype other than KERNEL_DTYPES."""
     if is_traced() or x.is_nested or x.layout is not torch.strided:
         return True
     return x.shape[-1:] != weight.shape[1:] or x.dtype not in KERNEL_DTYPES or not x.numel() or x.device.type == "meta"
 
 
 def _heads(model: nn.Module) -> set[nn.Module]:
-    """The loss heads of the model and of models inside it, by transformers' names, with the modules in a head (PEFT's
-    copy of it, say), and linears whose weight is an embedding's."""
+    """Linears whose weight is an embedding's, and `get_output_embeddings()` of the model and of models inside it, with
+    the modules inside a head (PEFT's copy of it, say)."""
     modules = list(model.modules())
     embeddings = {module.weight for module in modules if isinstance(module, nn.Embedding)}
     heads = {module for module in modules if module._parameters.get("weight") in embeddings}
@@ -396,7 +395,7 @@ def _heads(model: nn.Module) -> set[nn.Module]:
         output = getattr(module, "get_output_embeddings", None)
         try:
             head = output() if callable(output) else None
-        except (AttributeError, NotImplementedError):  # a part without a head
+        except (AttributeError, NotImplementedError):  # a module without a head
             continue
         if isinstance(head, nn.Module):
             heads.update(head.modules())

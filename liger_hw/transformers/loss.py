@@ -143,7 +143,7 @@ class OutputHead:
             if isinstance(access, str):
                 _warn(access)
             else:
-                self.access, hidden = access, access.arrived(hidden)
+                self.access, hidden = access, access.all_rows(hidden)
         surroundings = Surroundings(hidden.device.type)
         dtype = surroundings.dtype or hidden.dtype
         deferred = DeferredLogits(self, hidden, surroundings, dtype, head_input=head_input)

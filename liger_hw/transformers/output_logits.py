@@ -1,12 +1,12 @@
-"""The logits in a patched model's output, as a `torch.Tensor` subclass that computes them when they are read.
+"""`OutputLogits`: the logits in a patched model's outputs, a `torch.Tensor` subclass that computes them when read.
 
-Inside the model's forward the logits are `DeferredLogits` (deferred.py). The output has an `OutputLogits`: it has the
-shape, dtype and device of the logits and their place in the autograd graph, but no memory.
+Inside the model's forward the logits are `DeferredLogits` (deferred.py). In the outputs they are an `OutputLogits`,
+which has their shape, dtype, device and autograd node, but no memory.
 
-A call from Python (`__torch_function__`) is recorded if `DeferredLogits` records it; any other gets the computed logits
-as a plain tensor. A call from C++ (a collective, an `autograd.Function`, TorchScript) gets this tensor, whose logits
-are computed when an operator reads them (`__torch_dispatch__`). Their gradient goes through `OutputLogitsFunction`,
-from a separate graph, so hooks on the hidden states and weights run once.
+A call from Python (`__torch_function__`) is recorded if `DeferredLogits` records it; else it gets the plain tensor of
+computed logits. C++ code (a collective, an `autograd.Function`, TorchScript) gets the OutputLogits, which is computed
+when an operator reads it (`__torch_dispatch__`). The gradient is computed in a separate graph and passed on by
+`OutputLogitsFunction`, so hooks on the hidden states and weights run once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .deferred import FUNCTIONS, DeferredLogits, GradientWouldBeLost, NotRecorde
 
 
 class OutputLogitsFunction(torch.autograd.Function):
-    """Makes the tensor that stands for the logits, and passes its gradient on to hidden states and weights."""
+    """Makes an OutputLogits, and passes its gradient on to hidden states and weights."""
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits, *inputs: torch.Tensor | None) -> torch.Tensor:
@@ -42,7 +42,7 @@ class OutputLogitsFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:-1]  # neither the logits themselves nor the last one, the parent
+        needed = ctx.needs_input_grad[1:-1]  # without `logits` and the last input, the parent
         grads: list[torch.Tensor | None] = [None] * len(needed)
         if grad is not None:
             computed = ctx.logits.materialise()
@@ -54,15 +54,15 @@ class OutputLogitsFunction(torch.autograd.Function):
         return None, *grads, None
 
 
-class _Passing(torch.autograd.Function):
-    """`value`, whose gradient goes to `leads_to`; backward also reaches `beside`, with a None gradient."""
+class _WithGradientTo(torch.autograd.Function):
+    """`value`, with the gradient going to `target`. The nodes of `others` run in backward too, with None gradients."""
 
     @staticmethod
-    def forward(leads_to: torch.Tensor, value: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
+    def forward(target: torch.Tensor, value: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         return value.detach()  # a new object, not the argument
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:  # apart, for torch.func.jvp
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:  # separate, as torch.func.jvp needs
         ctx.n_others = len(inputs) - 1
 
     @staticmethod
@@ -71,9 +71,9 @@ class _Passing(torch.autograd.Function):
 
 
 def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) -> Any:
-    """The tensor that stands for deferred logits outside the model's forward.
+    """The OutputLogits of deferred logits, for code outside the model's forward.
 
-    parent: the operand of a recorded operation; backward also reaches it, with a None gradient
+    parent: the operand of a recorded operation, whose node then runs in backward too, with a None gradient
 
     Returns the deferred logits themselves if hidden states or weights are not plain tensors (DTensors), and the
     computed logits if the head is not fused.
@@ -99,8 +99,8 @@ def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) 
 class OutputLogits(torch.Tensor):
     """Logits [..., vocab] that are computed when they are read; made by `output_logits`.
 
-    The result of a recorded operation is computed from its parent's plain tensor as soon as that exists, so that an
-    in-place change shows only in tensors that share its memory.
+    When a parent's logits are computed, so are those of derived tensors, from the same plain tensor. A later change in
+    place then changes exactly the tensors that share its memory.
     """
 
     _logits: DeferredLogits
@@ -120,7 +120,7 @@ class OutputLogits(torch.Tensor):
     @torch.compiler.disable
     def materialise(self) -> torch.Tensor:
         """The logits as a plain tensor, computed once; raises as `DeferredLogits.materialise` does."""
-        if torch.is_inference_mode_enabled():  # what is computed here may be used in training later
+        if torch.is_inference_mode_enabled():  # training may use the computed logits later
             with torch.inference_mode(False):
                 return self.materialise()
         needs_grad, is_as_made = self._place()
@@ -147,7 +147,7 @@ class OutputLogits(torch.Tensor):
     def _read(self, computed: torch.Tensor, needs_grad: bool) -> None:
         self._read_from = self._graph_node()
         with without_torch_function(), torch.set_grad_enabled(needs_grad):
-            self._plain = _Passing.apply(self, computed)
+            self._plain = _WithGradientTo.apply(self, computed)
         self._plain_made_by = self._plain.grad_fn
 
     def _graph_node(self) -> Any:
@@ -156,14 +156,14 @@ class OutputLogits(torch.Tensor):
 
     @torch.compiler.disable
     def cross_entropy(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`torch.nn.functional.cross_entropy` of these logits, from the hidden states if the fused loss takes these
+        """`torch.nn.functional.cross_entropy` of these logits, from the hidden states if the fused loss supports the
         arguments and no hook needs the logits' gradient."""
         target, options, is_known = loss_arguments(*args, **kwargs)
         chain = self._chain()
         is_watched = any(logits._has_hook for logits in chain)
         made_by = chain[-1]._made_by
         needed = None if made_by is None else made_by.needs_input_grad[1:-1]
-        # PEFT's `disable_adapter` freezes heads for a while: a fused loss would omit their gradients
+        # inside PEFT's `disable_adapter` heads are frozen: a fused loss would omit their gradients
         is_as_made = needed in (None, tuple(t.requires_grad for t in self._logits.computed_from()))
         is_as_made = is_as_made and self._logits.has_same_weights()
         head, is_known = self._logits._head, is_known and self._logits.is_rows_for(target)
@@ -176,7 +176,7 @@ class OutputLogits(torch.Tensor):
                     for logits in chain[:-1] if loss.requires_grad else ():
                         logits._losses.append(head.loss_nodes[-1])
                     is_moved = not all(logits._place()[1] for logits in chain)
-                    return _Passing.apply(loss, loss, self) if is_moved else loss
+                    return _WithGradientTo.apply(loss, loss, self) if is_moved else loss
         if is_known and head.extras:
             return head.loss_of_computed(self._logits, self.materialise(), target, options)
         return F.cross_entropy(self.materialise(), *args, **kwargs)
@@ -185,15 +185,15 @@ class OutputLogits(torch.Tensor):
         return [self] if self._parent is None else [self, *self._parent._chain()]
 
     def _place(self) -> tuple[bool, bool]:
-        """(whether the tensor requires a gradient, whether its place in the graph is the original one)
+        """(whether the tensor requires a gradient, whether its autograd node is the original one)
 
-        A Function that returns the logits, as DDP's does, gives them another place.
+        A Function that returns the logits, as DDP's does, gives them another node.
         """
         with without_torch_function():
             return self.requires_grad, self.grad_fn is self._made_by
 
     def _watch(self, hook: Any = None) -> None:
-        """Before a hook or `retain_grad`: a fused loss, whose gradient skips the hook, raises in its backward."""
+        """Prepare for a hook or `retain_grad`: backward of a fused loss, which would not run the hook, raises."""
         self._has_hook = True
         if self._parent is not None:
             self.materialise()
@@ -202,7 +202,7 @@ class OutputLogits(torch.Tensor):
                 node.register_prehook(_refuse_hooked)
 
     def _fused_losses(self) -> set[Any]:
-        """The autograd nodes of losses whose gradient bypasses these logits."""
+        """The autograd nodes of fused losses, whose gradient does not pass through these logits."""
         return {node for reference in self._losses if (node := reference()) is not None}
 
     def _is_changed(self) -> bool:
@@ -210,14 +210,14 @@ class OutputLogits(torch.Tensor):
         return self._plain is not None and self._plain.grad_fn is not self._plain_made_by
 
     def _shares_memory(self) -> bool:
-        """Whether logits from which these were derived, or that were derived from these, share their memory."""
+        """Whether the plain tensor shares its memory with that of a parent or of derived logits."""
         others = [*self._chain()[1:], *(reference() for reference in self._derived)]
         storages = [t._plain.untyped_storage()._cdata for t in others if t is not None and t._plain is not None]
         return self._plain.untyped_storage()._cdata in storages
 
     def _in_graph(self) -> torch.Tensor:
-        """The tensor of these logits in the autograd graph: the plain tensor if it was changed in place or is computed
-        from a parent's, else these."""
+        """The tensor with the logits' autograd node: the plain one if it was changed in place or is computed from a
+        parent's, else this one."""
         if self._plain is None or (self._parent is not None and not self._place()[1]):
             return self
         return self if self._parent is None and not self._is_changed() else self._plain
@@ -233,7 +233,7 @@ class OutputLogits(torch.Tensor):
             try:
                 signature.bind(self._logits, *args, **kwargs)
                 result, parent = getattr(self._logits, name)(*args, **kwargs), self
-            except (TypeError, NotRecorded):  # TypeError: an argument of torch's that is not recorded
+            except (TypeError, NotRecorded):  # TypeError: an argument that the recording method does not have
                 return None
             finally:
                 self._logits._only_records = False
@@ -258,12 +258,12 @@ class OutputLogits(torch.Tensor):
                 outputs, inputs = inspect.signature(func).bind(*args, **kwargs).args[:2]
                 tree_map_only(OutputLogits, lambda logits: _refuse_fused(logits, outputs), inputs)
             if func is torch.Tensor.retain_grad and first.requires_grad:
-                first.materialise().retain_grad()  # which stays with the logits when they are changed in place
+                first.materialise().retain_grad()  # the plain tensor keeps it when it is changed in place
             args, kwargs = tree_map_only(OutputLogits, OutputLogits._in_graph, (args, kwargs))
             with without_torch_function():
                 result = func(*args, **kwargs)
             if func == _GRAD and not first._has_hook and first._fused_losses():
-                if result is not None:  # of backward(inputs=[logits])
+                if result is not None:  # from backward(inputs=[logits])
                     raise RuntimeError(_MISSED + _SKIP)
                 warnings.warn(_MISSED + _SKIP, stacklevel=2)
             return result
@@ -271,7 +271,7 @@ class OutputLogits(torch.Tensor):
             rest, named = _computed(args[1:]), {k: _computed(v) for k, v in kwargs.items() if v is not first}
             if func is F.cross_entropy:
                 return first.cross_entropy(*rest, **named)
-            # A clone is computed separately, outside the graph, so neither shows in-place changes of the other.
+            # a clone without a gradient is computed separately: changes in place must not reach the other
             is_clone = func in _CLONES and not named and not torch.is_grad_enabled()
             if first.is_deferred and (func in _RECORDED or is_clone):
                 result = first._recorded(func, rest, named)
@@ -291,32 +291,29 @@ class OutputLogits(torch.Tensor):
                 if torch.is_grad_enabled() and stand_in._is_changed():
                     raise GradientWouldBeLost(_CHANGED)
                 plain = stand_in._logits.materialise() if stand_in._plain is None else stand_in._plain
-                return plain.detach()  # this is below autograd
+                return plain.detach()  # this runs below autograd
 
         args, kwargs = tree_map_only(OutputLogits, values, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 _ENGINES = ("torch.distributed.", "deepspeed.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
-"""Packages that hook every output, the loss too, only to detect the start of backward."""
+"""Packages whose hooks on outputs only detect the start of backward. They hook the loss too."""
 
-_MISSED = (
-    "liger_hw: a loss of these logits was computed from the hidden states, and its gradient does not pass by the logits"
-)
+_MISSED = "liger_hw: a loss of these logits came from the hidden states; its gradient does not pass through the logits"
 _SKIP = "; call the model with skip_logits=False, or, before a loss of your own, retain_grad() on the logits"
 
 _CLONE = "; call the model with skip_logits=False, or give it a clone"
-_SHARED = "liger_hw: an autograd.Function changes logits in place, of which a program has several views" + _CLONE
-_CHANGED = "liger_hw: an autograd.Function, or other C++, takes logits that were changed in place" + _CLONE
+_SHARED = "liger_hw: an autograd.Function changes logits in place that share memory with other views" + _CLONE
+_CHANGED = "liger_hw: an autograd.Function, or other C++ code, takes logits that were changed in place" + _CLONE
 
 
 def _refuse_hooked(gradients: Any) -> None:
-    raise RuntimeError(f"{_MISSED}, on which a hook or retain_grad() waits for it{_SKIP}")
+    raise RuntimeError(f"{_MISSED}, and a hook or retain_grad() on them needs it{_SKIP}")
 
 
 def _refuse_fused(logits: OutputLogits, outputs: Any) -> None:
-    """Before `torch.autograd.grad` with respect to logits: raises if a loss that does not pass by them is in the graph
-    of `outputs`."""
+    """Before `torch.autograd.grad` with respect to logits: raise if a fused loss is in the graph of `outputs`."""
     losses, visited = logits._fused_losses(), set()
     roots = tree_leaves(outputs, is_leaf=lambda t: isinstance(t, GradientEdge))
     nodes = [t.node if isinstance(t, GradientEdge) else t.grad_fn for t in roots]
@@ -330,7 +327,7 @@ def _refuse_fused(logits: OutputLogits, outputs: Any) -> None:
 
 
 def _computed(value: Any) -> Any:
-    """`value` with every logits inside tuples, lists and dicts computed."""
+    """`value` with the computed logits in place of these classes, also inside tuples, lists and dicts."""
     return tree_map_only((OutputLogits, DeferredLogits), lambda logits: logits.materialise(), value)
 
 
@@ -350,7 +347,7 @@ _KNOWN = {
     *_methods("is_floating_point", "is_complex", "is_inference"),
     *(torch.numel, torch.is_floating_point, torch.is_complex),
 }
-"""Attributes that are known without computing the logits."""
+"""Attributes and functions whose results are known without the logits."""
 
 _GRAD = torch.Tensor.grad.__get__
 _WATCHING = _methods("register_hook", "retain_grad")
@@ -359,14 +356,14 @@ _OF_GRAPH = {
     *_getters("requires_grad", "grad_fn", "is_leaf", "output_nr", "grad", "retains_grad", "_backward_hooks"),
     *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
 }
-"""What concerns the place in the autograd graph, which the stand-in has."""
+"""Attributes and functions of the autograd graph, of which the OutputLogits has a node."""
 
 _CLONES = {torch.Tensor.clone, torch.clone}
-"""Recorded only under no_grad, for DDP, whose Function clones every output."""
+"""Recorded only under no_grad: DDP's Function clones every output."""
 _METHODS = ("float", "to", "contiguous", "view", "__getitem__", "__mul__", "__rmul__", "__truediv__")
 _RECORDED = {
     getattr(owner, name): (name, inspect.signature(getattr(DeferredLogits, name)))
     for owner, names in ((torch.Tensor, _METHODS + FUNCTIONS), (torch, FUNCTIONS))
     for name in names
 }
-"""torch's function -> the method of `DeferredLogits` that records it, and its arguments."""
+"""torch's function -> (method of `DeferredLogits` that records it, the method's signature)"""

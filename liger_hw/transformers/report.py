@@ -1,7 +1,7 @@
-"""What a patch did, and how to undo it.
+"""Reports of patches, and how to revert these.
 
-A patch replaces attributes of classes, modules or one live model's modules (`Patch`). Everything it installs is marked
-(marks.py). A `PatchReport` lists the places and reverts them; `revert(model)` restores a model without a report.
+A patch replaces attributes of classes, Python modules or a live model's modules (`Patch`). The functions that it
+installs are marked (marks.py). A `PatchReport` lists and reverts them; `revert(model)` needs no report.
 """
 
 from __future__ import annotations
@@ -33,31 +33,30 @@ PATCHED = "patched"
 ALREADY = "already patched"
 
 SLOTS = ("forward", choice.SLOT)
-"""Methods of a module that a patch may replace or add: its forward, and the one for experts whose forward transformers
-has replaced."""
+"""Methods that a patch sets on a module: its forward, or choice.SLOT on experts whose forward transformers replaced."""
 
 PATCH_LOCK = fork_safe(threading.RLock())
-"""Held while anything is patched or reverted, so that calls in several threads do not overlap."""
+"""Held during every patch and revert, so that those of several threads do not overlap."""
 
 
 def patched_parts(model: Any) -> dict[str, int]:
-    """Kernel -> how many of a model's modules run it, by patches of the model or of its classes."""
+    """Kernel -> number of a model's modules that run it."""
     places = ((module, slot) for module in model.modules() for slot in (forward_slot(module), choice.SLOT))
     marks = (mark_of(getattr(module, slot, None)) for module, slot in places)
     return dict(Counter(mark[1] for mark in marks if mark is not None))
 
 
 def forward_slot(owner: Any) -> str:
-    """The attribute that holds a module's own forward; accelerate's hooks move it aside."""
+    """The attribute with a module's own forward: accelerate's hooks move it to `_old_forward`."""
     return "_old_forward" if hasattr(owner, "_hf_hook") and "_old_forward" in vars(owner) else "forward"
 
 
 @dataclass(frozen=True)
 class PatchRow:
-    """One place: `part` is the keyword of the public function, `kernel` the op, `state` the outcome.
+    """One row of a report, for code that was patched or left alone.
 
-    variant: which of the kernel's variants the module computes, in words
-    path: for a part of a live model, the module's name in it (`model.layers.0.mlp`)
+    part: keyword of the patch function; where: class and method, or function; kernel: op; state: outcome, in words
+    variant: the variant of the kernel, in words; path: the module's name in a live model (`model.layers.0.mlp`)
     """
 
     part: str
@@ -74,7 +73,7 @@ class PatchRow:
 
 @dataclass
 class Patch:
-    """One attribute of a class, module or instance, replaced."""
+    """The replacement of one attribute of a class, Python module or instance."""
 
     owner: Any
     name: str
@@ -85,18 +84,18 @@ class Patch:
         self.original = vars(self.owner).get(self.name, _MISSING)
         setattr(self.owner, self.name, self.replacement)
         if isinstance(self.owner, torch.nn.Module):
-            _keep_copies_apart(self.owner)
+            _add_copy_methods(self.owner)
 
     def revert(self) -> bool:
-        """Restore the original object; false, with a warning, if another object has replaced the patch's.
+        """Restore the original. Returns False, with a warning, if other code has replaced the patch's function.
 
-        Hooks or wrappers of other code may still hold the patch's function, which then runs the original forward.
+        Other code's hooks or wrappers may still call that function, which runs the original from now on.
         """
         restored = self._restore()
         if not restored or isinstance(self.owner, type):
             getattr(self.replacement, SWITCH, []).clear()
         if restored and isinstance(self.owner, torch.nn.Module) and not any(map(is_ours, vars(self.owner).values())):
-            _release_copies(self.owner)
+            _remove_copy_methods(self.owner)
         return restored
 
     def _restore(self) -> bool:
@@ -108,10 +107,10 @@ class Patch:
             else:
                 setattr(self.owner, self.name, self.original)
             return True
-        if attributes.get("_old_forward") is self.replacement:  # accelerate's hook has moved it there since
+        if attributes.get("_old_forward") is self.replacement:  # moved there by accelerate's hook
             self.owner._old_forward = types.MethodType(type(self.owner).forward, self.owner)
             return True
-        if "_old_forward" in attributes and not is_ours(attributes["_old_forward"]):  # the hook has another
+        if "_old_forward" in attributes and not is_ours(attributes["_old_forward"]):  # the hook has another forward
             return True
         if is_ours(current) or is_ours(attributes.get("_old_forward")) or current is not self.original:
             owner = self.owner if hasattr(self.owner, "__name__") else type(self.owner)
@@ -122,22 +121,22 @@ class Patch:
 
 # -- copies of a patched module --------------------------------------------------------------------------------------
 
-_HELPERS = ("_replicate_for_data_parallel", "__getstate__")
+_COPY_METHODS = ("_replicate_for_data_parallel", "__getstate__")
 
 
-def _keep_copies_apart(module: torch.nn.Module) -> None:
-    """Make copies of a module with replaced methods run on their own weights.
+def _add_copy_methods(module: torch.nn.Module) -> None:
+    """Make copies of a module with replaced methods use the copies' weights.
 
-    A replaced method lies in the module's dictionary, bound to that module. `copy.deepcopy` binds it to the copy, but
-    `nn.DataParallel` and `copy.copy` take the dictionary unchanged. The two methods added here give replicas methods of
-    their own, and shallow copies and pickles the methods of their class.
+    A replaced method is in the module's `__dict__`, bound to the module. `copy.deepcopy` binds it to the copy, but
+    `nn.DataParallel` and `copy.copy` copy the `__dict__` unchanged. The methods added here bind it to a replica, and
+    leave it out of shallow copies and pickles.
     """
     module.__dict__["_replicate_for_data_parallel"] = types.MethodType(_replica, module)
     module.__dict__["__getstate__"] = types.MethodType(_state, module)
 
 
-def _release_copies(module: torch.nn.Module) -> None:
-    for name in _HELPERS:
+def _remove_copy_methods(module: torch.nn.Module) -> None:
+    for name in _COPY_METHODS:
         module.__dict__.pop(name, None)
 
 
@@ -150,21 +149,21 @@ def _replica(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _state(module: torch.nn.Module) -> Any:
-    its_own = getattr(type(module), "__getstate__", None)  # every class has one since Python 3.11
-    state = module.__dict__ if its_own is None else its_own(module)
+    of_class = getattr(type(module), "__getstate__", None)  # every class has one since Python 3.11
+    state = module.__dict__ if of_class is None else of_class(module)
     if not isinstance(state, dict) or sys._getframe(1).f_code is copy.deepcopy.__code__:
         return state
-    return {name: value for name, value in state.items() if name not in _HELPERS and not is_ours(value)}
+    return {name: value for name, value in state.items() if name not in _COPY_METHODS and not is_ours(value)}
 
 
-# -- what a user reverts and reads -----------------------------------------------------------------------------------
+# -- revert and report -----------------------------------------------------------------------------------------------
 
 
 def revert(model: torch.nn.Module | type[torch.nn.Module]) -> int:
-    """Remove every kernel from a live model or a class of models; returns how many places were restored.
+    """Revert all patches of a live model or of a family's classes; returns the number of restored methods.
 
-    model: a live model or a deep or unpickled copy of one; patches of its classes stay, with a warning. Or a class of
-    transformers (`revert(LlamaForCausalLM)`): all patches of its family's classes are undone, without their reports.
+    model: a live model, or a deep or unpickled copy of one; patches of its classes stay, with a warning. Or a class of
+    transformers (`revert(LlamaForCausalLM)`): all patches of its family's classes are reverted.
     """
     if isinstance(model, type):
         return _revert_classes(model)
@@ -172,7 +171,7 @@ def revert(model: torch.nn.Module | type[torch.nn.Module]) -> int:
         raise TypeError(f"revert: model must be a loaded model or a class of models, got {type(model).__name__}")
     count = _revert_model(model)
     if cls := _patched_class(model):
-        words = "liger_hw: the classes of this %s are patched, and stay so; liger_hw.revert(%s) takes that back"
+        words = "liger_hw: the classes of this %s are patched, and stay so; liger_hw.revert(%s) reverts that"
         log.warning(words, type(model).__name__, cls.__name__)
     return count
 
@@ -191,7 +190,7 @@ def _revert_model(model: torch.nn.Module) -> int:
             if is_ours(attributes.get("_old_forward")):
                 module._old_forward = types.MethodType(type(module).forward, module)
                 count += 1
-            _release_copies(module)
+            _remove_copy_methods(module)
     return count
 
 
@@ -200,7 +199,7 @@ _class_reports: list["PatchReport"] = []
 
 
 def _patched_class(model: torch.nn.Module) -> type | None:
-    """The class whose `revert` undoes patches of this model's classes: its own, or a part's; else None."""
+    """The class with which `revert` undoes patches of this model's classes: the model's or a submodule's; or None."""
     classes = {base: None for module in model.modules() for base in type(module).__mro__}
     with PATCH_LOCK:
         for cls in classes:
@@ -222,7 +221,7 @@ def _revert_classes(cls: type) -> int:
 
 
 class NewModels:
-    """Calls `prepare(model)` for each model of these transformers classes that is made before `revert`; see `Patch`."""
+    """Calls `prepare(model)` for each new model of these transformers classes until `revert`. Used as a `Patch`."""
 
     def __init__(self, classes: set[type], prepare: Callable[[Any], None]) -> None:
         self.models: weakref.WeakSet = weakref.WeakSet()
@@ -255,14 +254,14 @@ class NewModels:
 
 @dataclass(eq=False, repr=False)
 class PatchReport:
-    """What `apply_liger_kernel_to_<family>` did. `revert()` undoes that call alone; `str(report)` is a table.
+    """What `apply_liger_kernel_to_<family>` did. `revert()` undoes that call only; `str(report)` is a table.
 
     As a context manager it reverts at the end: `with apply_liger_kernel_to_mistral(): ...`.
 
-    module: for a patch of classes, the module of transformers that defines them
-    logits: for a live model, how many its head computes for a token
+    module: for a patch of classes, the transformers module that defines them
+    logits: for a live model, the number of logits for a token
     unnamed: for a live model, classes that were not examined because of their names (`probing.is_overlooked`)
-    packing: one line if packed documents see each other, or if that is not known (`packing.packing_note`)
+    packing: a line if packed documents attend to each other, or might (`packing.packing_note`)
     """
 
     family: str
@@ -290,14 +289,14 @@ class PatchReport:
         self.rows.append(row)
 
     def remember(self) -> None:
-        """Let `revert(cls)` find a patch of classes whose report the caller dropped."""
+        """Keep a report of classes for `revert(cls)`."""
         if self.module and self.patches:
             _class_reports.append(self)
 
     def revert(self) -> None:
         """Restore every original, newest first.
 
-        A place that other code has changed since is left as it is, with a warning; the next call tries it again.
+        A function that other code has replaced is left as it is, with a warning, and the next call tries again.
         """
         with PATCH_LOCK:
             applied = bool(self.patches)
@@ -313,7 +312,7 @@ class PatchReport:
         self.revert()
 
     def summary(self) -> str:
-        """One line: family, target, kernels with counts, and what keeps its own code."""
+        """One line: family, target, kernels with counts, and parts that were not patched."""
         done = Counter(row.kernel for row in self.patched)
         kept = [row for row in self.rows if row.state != PATCHED]
         text = ", ".join(f"{kernel} x{n}" if n > 1 else kernel for kernel, n in done.items()) or "nothing new"
@@ -331,7 +330,7 @@ class PatchReport:
         return "\n".join([f"{self.family}: {self.target}", table(cells), *lines])
 
     def _in_short(self) -> str:
-        """One sentence: whether a training step holds the logits, their size, and which parts are left alone."""
+        """One sentence: whether a training step keeps the logits, their size, and which parts are left alone."""
         if self.reverted:
             return "Reverted: none of this is in place any more."
         losses = [row for row in self.rows if row.kernel == "cross_entropy"]
@@ -350,7 +349,7 @@ class PatchReport:
         return f"{text}; {f'left alone: {left}' if left else 'nothing that was recognised is left alone'}."
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """A header, and one row for each group of places that differ only in their path."""
+        """The table: a header, and one row for each group of rows that differ only in their path."""
         groups: dict[PatchRow, list[str]] = {}
         for row in self.rows:
             groups.setdefault(dataclasses.replace(row, path=""), []).append(row.path)
@@ -376,7 +375,7 @@ class PatchReport:
 
 
 def config_source(kernel: str) -> str:
-    """Layers of an op's launch configurations so far in this process, by variant."""
+    """Sources of the launch configurations that an op's variants have used in this process, or why there are none."""
     layers_of: dict[str, set[str]] = {}
     for plan in registry.plans():
         if plan.tunable.op == kernel:

@@ -1,9 +1,9 @@
-"""Reading a forward's source code: the attributes that it reads, and the branches that it may take.
+"""Reads a forward's source code for the attributes that it reads and the branches that it may take.
 
-A module is recognised by runs on a few inputs. On others (of another length, dtype or device) its code may take other
-branches. So conditions in its source, and in functions that it calls, may depend only on attributes of the module,
-which guards compare (replacing.py), and on its mode, as both modes are probed. `open_branch` names the first condition
-that depends on more. Code without source is left alone.
+A module is recognised by its results on a few inputs. On others (of another length, dtype or device) its code may take
+other branches. So conditions in its source, and in functions that it calls, may depend only on attributes of the
+module, which guards compare (replacing.py), and on `training`, both values of which are probed. `open_branch` names the
+first other condition. A module whose source cannot be read is left alone.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def tree_of(code: types.CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef:
     try:
         text = inspect.getsource(code)
     except (OSError, TypeError):
-        raise NoSource(f"the source of {code.co_name} is not there") from None
+        raise NoSource(f"the source of {code.co_name} cannot be found") from None
     try:
         tree = ast.parse(f"if True:\n{text}" if text[:1].isspace() else text)
         functions = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
         function = next(node for node in functions if node.name == code.co_name)
-    except (SyntaxError, ValueError, StopIteration):  # e.g. a lambda, whose lines have other code too
-        raise NoSource(f"the source of {code.co_name} cannot be told from what is beside it") from None
+    except (SyntaxError, ValueError, StopIteration):  # e.g. a lambda, on whose lines there is other code
+        raise NoSource(f"the source of {code.co_name} cannot be separated from other code on its lines") from None
     return ast.increment_lineno(function, code.co_firstlineno - function.lineno)
 
 
 @functools.lru_cache(maxsize=4096)
-def hands_itself_on(code: types.CodeType) -> bool:
-    """Whether a method uses self for more than attribute look-ups; true if it has no source."""
+def passes_self_on(code: types.CodeType) -> bool:
+    """Whether a method uses self for more than reading its attributes, or has no source."""
     me = code.co_varnames[0] if code.co_argcount else None
     try:
         tree = tree_of(code)
@@ -62,16 +62,16 @@ def hands_itself_on(code: types.CodeType) -> bool:
 # -- what a forward reads --------------------------------------------------------------------------------------------
 
 EVERYTHING = "*"
-"""In the result of `reads` if a function passes `self` on to something that may read any attribute."""
+"""Stands for all attributes in the result of `reads`."""
 OF_CONFIG = "config."
-"""Prefix of names that a function may look up on a configuration."""
+"""Prefix of names of a config's attributes in the result of `reads`."""
 
 
 def reads(cls: type, function: Callable) -> frozenset[str]:
-    """Names that `function`, the methods it names and the function it decorates may look up on self.
+    """Names of attributes of self that `function`, the methods that it names and the functions that it wraps may read.
 
-    Names that it may look up on self's configuration are prefixed with `config.`. `EVERYTHING` is among the names if
-    self is passed on to a function that may read anything.
+    Names of attributes of self's config have the prefix `config.`. `EVERYTHING` is among the names if self is passed to
+    other code, which may read any attribute.
     """
     seen: set[str] = set()
     waiting: list[Any] = [function]
@@ -87,7 +87,7 @@ def reads(cls: type, function: Callable) -> frozenset[str]:
             seen |= names
             if "config" in names or (code is not None and "config" in code.co_varnames):
                 seen |= {OF_CONFIG + name for name in names}
-            if code is not None and not hasattr(item, "__wrapped__") and hands_itself_on(code):
+            if code is not None and not hasattr(item, "__wrapped__") and passes_self_on(code):
                 seen.add(EVERYTHING)
             inherited = "super" in names or "__class__" in names
             for name in (names | {item.__name__}) if inherited else names:
@@ -117,12 +117,12 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
 
 
 class Facts(NamedTuple):
-    """What is known about the calls for which a kernel runs.
+    """What holds for every call that runs a kernel, and what the probes cover.
 
     present: arguments that are not None; absent: arguments that have their defaults
-    compared: attributes with which a loop over experts compares numbers, such as the number of experts
-    skipped: attributes whose code does not matter, since stand-ins replace it; in_autocast: probed under autocast too
-    dims: numbers of dimensions that the probes' inputs have; dtypes: the probes run with every dtype of kernels
+    compared: attributes that a loop over experts compares with numbers, such as the number of experts
+    skipped: attributes whose code is not read, since probes replace it; in_autocast: probed also under autocast
+    dims: numbers of dimensions of the probes' inputs; dtypes: whether the probes use every dtype of kernels
     """
 
     present: frozenset[str] = frozenset()
@@ -135,7 +135,7 @@ class Facts(NamedTuple):
 
 
 def open_branch(function: Callable, module: nn.Module | None, facts: Facts) -> str:
-    """Why a function, or method of `module`, may compute something else on other inputs; "" if it cannot."""
+    """Why a function, or method of `module`, may take a branch on other inputs that no probe took; "" if it cannot."""
     waiting: list[tuple[Any, Any, Facts]] = [(function, module, facts)]
     done: set[tuple[types.CodeType, int]] = set()
     while waiting:
@@ -160,16 +160,16 @@ def open_branch(function: Callable, module: nn.Module | None, facts: Facts) -> s
 
 _KNOWN_MODULES = {"torch", "liger_hw", *sys.stdlib_module_names}
 _KNOWN_FUNCTIONS = {
-    ("transformers.utils.generic", "maybe_autocast"): "enters torch's autocast, if it is on or is to be turned on",
-    ("transformers.models.llama4.modeling_llama4", "reshape_for_broadcast"): "asks only for the number of dimensions",
+    ("transformers.utils.generic", "maybe_autocast"): "its branch depends on torch's autocast, which it enters",
+    ("transformers.models.llama4.modeling_llama4", "reshape_for_broadcast"): "its branch depends on dimensions only",
 }
-"""Functions whose branches change nothing where a kernel runs, and why."""
+"""Function -> why its branches need not be checked."""
 _NO_BACKEND = "mps"
-"""A type of device without kernels of liger_hw, on which modules run their own forward."""
+"""A device type without kernels, on which original forwards run."""
 _DATA = (bool, int, float, complex, list, set, dict, torch.Tensor)
-"""Types of global variables that a program may change after probing; no guard compares them."""
-_QUESTIONS = {isinstance, issubclass, hasattr, getattr, len, type, callable, bool, int, float, str}
-"""Builtins whose answers follow from their arguments."""
+"""Types of global variables that a program may change after probing, and that no guard compares."""
+_PURE = {isinstance, issubclass, hasattr, getattr, len, type, callable, bool, int, float, str}
+"""Builtins whose results depend only on their arguments."""
 _AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype")
 
 
@@ -179,8 +179,8 @@ def _is_known(function: Any) -> bool:
 
 
 class _Reader(ast.NodeVisitor):
-    """Reads one function. reason: why it may take another branch; called: (function, owner) for every function that
-    its code names."""
+    """Reads one function. reason: why it may take another branch, or ""; called: (function, its self or None) for each
+    function that its code names."""
 
     def __init__(self, function: Any, owner: Any, facts: Facts) -> None:
         self.function, self.owner, self.facts = function, owner, facts
@@ -193,10 +193,10 @@ class _Reader(ast.NodeVisitor):
         if self.me:
             self.values[self.me] = owner
         calls = [node for node in ast.walk(tree_of(self.code)) if isinstance(node, ast.Call) and node.args]
-        self.receive_self = {ast.unparse(call.func) for call in calls if self._is_self(call.args[0])}
+        self.called_with_self = {ast.unparse(call.func) for call in calls if self._is_self(call.args[0])}
         self.reason = ""
         self.called: list[tuple[Any, Any]] = []
-        self.registries: set[int] = set()  # nodes that name a table of functions
+        self.tables: set[int] = set()  # ids of nodes that name a dict of functions, such as ACT2FN
 
     def visit(self, node: ast.AST) -> None:
         if not self.reason:
@@ -206,18 +206,18 @@ class _Reader(ast.NodeVisitor):
 
     def visit_If(self, node: ast.If | ast.IfExp) -> None:
         self.visit(node.test)
-        ways = [way if isinstance(way, list) else [way] for way in (node.body, node.orelse)]
+        branches = [branch if isinstance(branch, list) else [branch] for branch in (node.body, node.orelse)]
         decided = self._decided(node.test)
         if decided is not None:
-            ways = [ways[not decided]]
+            branches = [branches[not decided]]
         elif not self._is_settled(node.test):
-            # branches that only raise do not count
-            ways = [way for way in ways if not way or not all(isinstance(line, ast.Raise) for line in way)]
-            if len(ways) > 1:
+            # a branch that only raises returns no other result
+            branches = [lines for lines in branches if not lines or not all(isinstance(n, ast.Raise) for n in lines)]
+            if len(branches) > 1:
                 self._refuse(node.test)
-        for way in ways:
-            for each in way:
-                self.visit(each)
+        for branch in branches:
+            for line in branch:
+                self.visit(line)
 
     visit_IfExp = visit_If
 
@@ -244,7 +244,7 @@ class _Reader(ast.NodeVisitor):
     visit_While = visit_Try = visit_Match = _refuse
 
     def _decided(self, test: ast.expr) -> bool | None:
-        """The value of a condition wherever the guards hold; None if unknown."""
+        """The value of a condition in all modules that meet the guards; None if it is unknown."""
         if isinstance(test, ast.BoolOp):
             answers = [self._decided(value) for value in test.values]
             decisive = isinstance(test.op, ast.Or)
@@ -257,7 +257,7 @@ class _Reader(ast.NodeVisitor):
         if is_comparison and isinstance(test.left, ast.Name) and test.left.id in self.facts.present:
             if isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value is None:
                 return isinstance(test.ops[0], ast.IsNot)
-        if not self._is_settled(test) or _asks_for_mode(test):
+        if not self._is_settled(test) or _tests_for_mode(test):
             return None
         try:
             return bool(self._value(test))
@@ -268,7 +268,7 @@ class _Reader(ast.NodeVisitor):
         return eval(compile(ast.Expression(expression), self.code.co_filename, "eval"), {**self.names, **self.values})
 
     def _is_settled(self, node: ast.expr) -> bool:
-        """Whether an expression depends only on attributes of the module, its mode, constants and classes."""
+        """Whether an expression depends only on attributes of the module, `training`, constants and classes."""
         if isinstance(node, ast.Constant):
             return True
         if isinstance(node, ast.Name):
@@ -289,17 +289,17 @@ class _Reader(ast.NodeVisitor):
                     return self.facts.in_autocast
                 is_method = isinstance(node.func.value, ast.Name) and node.func.value.id == self.me
                 return not is_method and self._is_settled(node.func.value)  # a method of an attribute, e.g. of a string
-            return any(self._named(node.func) is question for question in _QUESTIONS)
+            return any(self._named(node.func) is builtin for builtin in _PURE)
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            if self._compares_experts(node) or self._compares_dims(node) or _asks_for_no_backend(node):
+            if self._compares_experts(node) or self._compares_dims(node) or _tests_for_no_backend(node):
                 return True
         parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
         kinds = ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Compare, ast.Tuple, ast.List, ast.Set, ast.Subscript, ast.IfExp
         return isinstance(node, kinds) and all(map(self._is_settled, parts))
 
     def _compares_experts(self, node: ast.Compare) -> bool:
-        """Whether a condition compares a number with an attribute of `compared`, or asks whether a tensor is empty: the
-        probes of experts have both outcomes."""
+        """Whether a condition compares a number with an attribute of `compared`, or tests for an empty tensor: the
+        experts' probes take both branches."""
         if not self.facts.compared:
             return False
         words, right = ast.unparse(node.left), node.comparators[0]
@@ -321,7 +321,7 @@ class _Reader(ast.NodeVisitor):
         is_dims = counted.endswith((".ndim", ".dim()")) or (counted.startswith("len(") and counted.endswith(".shape)"))
         return is_dims and isinstance(right, ast.Constant) and right.value in self.facts.dims
 
-    # -- what is named --
+    # -- names and calls --
 
     def visit_Call(self, node: ast.Call) -> None:
         called, is_clear = node.func, isinstance(node.func, ast.Attribute)
@@ -332,17 +332,17 @@ class _Reader(ast.NodeVisitor):
             is_clear = isinstance(self._named(called.value), dict) and self._is_settled(called.slice)
             if is_clear:
                 self._add(self._value(called), None)
-                self.registries.add(id(called.value))
+                self.tables.add(id(called.value))
         if not is_clear:
-            self.reason = self.reason or f"it calls {ast.unparse(called)}, and its source does not say what that is"
+            self.reason = self.reason or f"it calls {ast.unparse(called)}, which its source does not define"
         self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Load):
             value = self._named(node)
-            if value is self.function.__globals__.get(node.id) and id(node) not in self.registries:
+            if value is self.function.__globals__.get(node.id) and id(node) not in self.tables:
                 self._refuse_data(node, value)
-            self._add(value, self.owner if node.id in self.receive_self else None)
+            self._add(value, self.owner if node.id in self.called_with_self else None)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         base = node.value
@@ -370,7 +370,7 @@ class _Reader(ast.NodeVisitor):
             self.reason = self.reason or reason
 
     def _add(self, value: Any, owner: Any) -> None:
-        """Note the Python code behind a value, if there is any."""
+        """Add the Python functions that a call of `value` runs to `called`."""
         value = original_of(value)
         if isinstance(value, (staticmethod, classmethod)):
             value, owner = value.__func__, None
@@ -388,7 +388,7 @@ class _Reader(ast.NodeVisitor):
             self.called.append((call, value))
 
     def _named(self, node: ast.expr) -> Any:
-        """The value outside the function of a name, or of an attribute of a Python module, or None."""
+        """The value of a name from outside the function, or of an attribute of a Python module; else None."""
         if isinstance(node, ast.Name):
             return None if self._is_local(node.id) else self.names.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -397,7 +397,7 @@ class _Reader(ast.NodeVisitor):
         return None
 
     def _is_self(self, argument: ast.expr) -> bool:
-        """Whether a function passes its module on as this argument, which may be `*args` in a decorator."""
+        """Whether an argument is self, or `*args` of a decorator's wrapper, which begins with self."""
         if isinstance(argument, ast.Starred) and not self.code.co_argcount:
             return True
         return isinstance(argument, ast.Name) and argument.id == self.me
@@ -406,17 +406,17 @@ class _Reader(ast.NodeVisitor):
         return name in self.code.co_varnames or name in self.code.co_cellvars
 
     def _member(self, node: ast.Attribute) -> Any:
-        """The attribute of the module's class for an attribute that is looked up on the module."""
-        is_mine = isinstance(node.value, ast.Name) and node.value.id == self.me
-        return inspect.getattr_static(type(self.owner), node.attr, None) if is_mine else None
+        """The class's attribute for an attribute of self; None for other attributes."""
+        is_of_self = isinstance(node.value, ast.Name) and node.value.id == self.me
+        return inspect.getattr_static(type(self.owner), node.attr, None) if is_of_self else None
 
 
-def _asks_for_mode(test: ast.expr) -> bool:
-    """Whether a condition asks for the mode or for autocast, for which both answers are probed."""
+def _tests_for_mode(test: ast.expr) -> bool:
+    """Whether a condition reads `training` or autocast, for which both values are probed."""
     return any(isinstance(n, ast.Attribute) and n.attr in ("training", *_AUTOCAST) for n in ast.walk(test))
 
 
-def _asks_for_no_backend(test: ast.Compare) -> bool:
+def _tests_for_no_backend(test: ast.Compare) -> bool:
     right = test.comparators[0]
     kind = isinstance(test.left, ast.Attribute) and ast.unparse(test.left).endswith(".device.type")
     return kind and isinstance(right, ast.Constant) and right.value == _NO_BACKEND

@@ -21,14 +21,14 @@ class Norm(torch.nn.Module):
         self.inside = []
 
     def forward(self, x):
-        self.inside.append((owners.forgotten(self), owners.sharded_by(self)))
+        self.inside.append((owners.unknown_flattened(self), owners.sharded_by(self)))
         return x * self.weight
 
 
 def test_a_tensor_of_its_own_does_not_make_a_module_sharded():
     norm = Norm()
     norm(torch.ones(2, 8))
-    assert norm.inside == [([], "")] and not owners.forgotten(norm) and not owners.sharded_by(norm)
+    assert norm.inside == [([], "")] and not owners.unknown_flattened(norm) and not owners.sharded_by(norm)
 
 
 def check_flattened(rank, device):
@@ -48,11 +48,11 @@ def check_flattened(rank, device):
                     device_id=device,
                 )
                 case = strategy, original, frozen
-                assert owners.forgotten(norm) == ["weight"], case
+                assert owners.unknown_flattened(norm) == ["weight"], case
                 for mode in modes:
                     with mode():
                         wrapped(torch.ones(2, 8, device=device))
-                    assert owners.forgotten(norm) == ["weight"] and owners.sharded_by(norm) == "FSDP1", (case, mode)
+                    assert owners.unknown_flattened(norm) == ["weight"] and owners.sharded_by(norm) == "FSDP1", (case, mode)
                 assert norm.inside == [(["weight"], "FSDP1")] * 3, (case, norm.inside)
 
 

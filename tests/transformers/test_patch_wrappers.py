@@ -54,7 +54,7 @@ def test_lora_on_the_head_trains_it_and_says_so(family, batch, calls, same_step,
     trained = {name for name, p in wrapped.named_parameters() if p.grad is not None and p.grad.any()}
     assert any("lm_head.lora_A" in name for name in trained) and any("lm_head.lora_B" in name for name in trained)
     assert calls["fused"] == 0 and type(outputs.logits) is torch.Tensor
-    assert caplog.text.count("it carries an adapter") == 1 and "modules_to_save=['lm_head']" in caplog.text
+    assert caplog.text.count("it has an adapter") == 1 and "modules_to_save=['lm_head']" in caplog.text
 
 
 def test_the_head_in_modules_to_save_is_trained_by_the_fused_loss(family, batch, calls, same_step):

@@ -263,7 +263,7 @@ def test_code_without_source_is_left_alone():
     names = {"__name__": "odd"}
     exec(_DOUBLED_WHEN_ASKED.replace("{condition}", "self.twice"), names)
     result = probing.recognise(names["OddRMSNorm"]())
-    assert isinstance(result, Refused) and result.reason == "the source of forward is not there", result
+    assert isinstance(result, Refused) and result.reason == "the source of forward cannot be found", result
 
 
 OPEN_BRANCHES = {
@@ -280,7 +280,7 @@ def test_every_form_of_a_branch_is_read(name, tmp_path):
     text = _DOUBLED_WHEN_ASKED.replace("y = 2 * x if {condition} else x", OPEN_BRANCHES[name] + "\n        y = x")
     result = probing.recognise(_made_by(text, tmp_path))
     assert isinstance(result, Refused), result
-    assert OPEN in result.reason or "does not say what that is" in result.reason
+    assert OPEN in result.reason or "which its source does not define" in result.reason
 
 
 # -- MLPs ------------------------------------------------------------------------------------------------------------

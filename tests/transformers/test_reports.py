@@ -54,7 +54,7 @@ def test_it_ends_with_what_matters_most(model):
     row = next(line for line in str(report).splitlines() if "cross_entropy (" in line)
     assert "logits kept" in row and "patched" not in row
     size = f"{model.config.vocab_size} a token, {model.config.vocab_size / 512:.1f} KiB in bf16"
-    why = "hooks are registered on it that must see its logits"
+    why = "its hooks need its logits"
     last = f"A training step holds the logits of the head ({size}): {why}; left alone: swiglu."
     assert str(report).splitlines()[-1] == last
     report.revert()

@@ -101,7 +101,7 @@ def numbers_read(module: nn.Module, forward: Callable, *kinds: type) -> dict[str
 
 def lost_weights(module: nn.Module) -> str:
     """Why a module's weights cannot be probed under FSDP1, or ""."""
-    lost = " and ".join(owners.forgotten(module))
+    lost = " and ".join(owners.unknown_flattened(module))
     return f"FSDP1 holds its {lost}: patch the model before it is wrapped, or pass the wrapper itself" if lost else ""
 
 
