@@ -35,7 +35,7 @@ HOME = {
     "_apply_liger_kernel": "liger_hw.transformers.apply",
     "_apply_liger_kernel_to_instance": "liger_hw.transformers.apply",
 }
-"""Public name -> module that defines it; loaded on first use, so importing this package loads no torch."""
+"""Public name -> module that defines it. Modules are loaded on first use, so importing this package loads no torch."""
 
 __all__, _find, __dir__ = lazy(__name__, HOME)
 
@@ -43,8 +43,8 @@ __all__, _find, __dir__ = lazy(__name__, HOME)
 def __getattr__(name: str) -> Any:
     """A public name, or a function of `functional` or a layer of the shim, which Liger has in this module.
 
-    Raises `ImportError` for a name of Liger's that has a replacement: an import statement shows its message, which
-    it does not for an `AttributeError`.
+    Raises `ImportError` for a name of Liger's that has a replacement, since an import statement does not show the
+    message of an `AttributeError`.
     """
     if name in HOME or not name.lower().startswith(("liger", "apply_liger", "autoliger")):
         return _find(name)

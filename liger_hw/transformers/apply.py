@@ -1,7 +1,7 @@
 """The public patch functions: `patch` for any model, `apply_liger_kernel_to_<family>` for the families of models/.
 
-They decide what to patch, one live model or the classes of a family; engine.py patches it. Hugging Face's Trainer and
-other frameworks look for Liger's names `MODEL_TYPE_TO_APPLY_LIGER_FN`, `_apply_liger_kernel` and
+They check the arguments and find the live model or classes to patch; engine.py patches these. Hugging Face's Trainer
+and other frameworks use Liger's names `MODEL_TYPE_TO_APPLY_LIGER_FN`, `_apply_liger_kernel` and
 `_apply_liger_kernel_to_instance`.
 """
 
@@ -40,7 +40,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def _suggests_keywords(function: _F) -> _F:
-    """A function whose error about an unknown keyword names the nearest one."""
+    """Make the error about an unknown keyword of `function` suggest a known one."""
     known = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -70,23 +70,22 @@ def patch(
     fused_linear_cross_entropy: bool = True,
     activations: Levels | None = None,
 ) -> PatchReport:
-    """Run any model on liger_hw's kernels, where they compute the same as its own modules.
+    """Run a model's modules on liger_hw's kernels wherever a kernel computes the same.
 
-    model: a live `torch.nn.Module` (also wrapped by PEFT, DDP, FSDP or torch.compile), which is patched alone; or a
-    class of a transformers model, whose family's own classes are patched, for models made before or after this call
-    (experts: after it)
+    model: a live `torch.nn.Module` (also wrapped by PEFT, DDP, FSDP or torch.compile), of which only this one is
+    patched; or a transformers model class, whose family's classes are patched, for models made before or after this
+    call (experts: only after it)
     rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, experts, short_conv: which parts may be patched. Each is
-    recognised by running it and the kernels' references on small random inputs. A part that agrees with no kernel keeps
-    its own code, and the report says why. short_conv: the part of linear attention before its scan, and LFM2's
-    convolution.
-    cross_entropy, fused_linear_cross_entropy (not both): the first replaces the loss and keeps the logits; with the
-    second, training with labels never computes the logits. They need a transformers causal LM.
-    activations: what backward keeps, see liger_hw.activations: `keep`, `cheap`, `mlp`, `full`, `fit`, a size or levels
-    by layer. None: all, but with the fused loss the last layer is at `cheap`
+    recognised by running it and the kernels' references on small random inputs. A part that agrees with no kernel is
+    not changed, and the report has the reason. short_conv: linear attention before its scan, and LFM2's convolution
+    cross_entropy, fused_linear_cross_entropy (not both): the first replaces the loss, and logits are computed; with the
+    second, training with labels does not compute logits. Both need a transformers causal LM.
+    activations: the setting of `liger_hw.activations`: `keep`, `cheap`, `mlp`, `full`, `fit`, a size or levels by
+    layer. None: `keep`, except that with the fused loss the last layer is at `cheap`
 
-    Returns a PatchReport: `revert()` undoes the call, as does leaving it as a `with` block; `str(report)` is a table.
-    Raises `TypeError` for anything but a module or a transformers model class, `ValueError` for both losses at once,
-    for a second call that asks for the other loss, or for a class that cannot be made from its default configuration.
+    Returns a PatchReport: `revert()` or the end of a `with` block undoes the call; `str(report)` is a table.
+    Raises `TypeError` for anything but a module or a transformers model class. Raises `ValueError` for both losses, for
+    a second call with the other loss, and for a class that cannot be made from its default configuration.
     """
     options = {
         "rope": rope,
@@ -120,7 +119,7 @@ def patch(
 
 
 def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
-    """The public `apply_liger_kernel_to_<name>` of a spec, which enforces its signature."""
+    """The public `apply_liger_kernel_to_<name>` of a spec, which checks its arguments."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind, default=default) for name, default in spec.parameters]
     additions = ("experts", "activations")  # not in Liger
@@ -163,14 +162,14 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
     function.__doc__ = f"""Run {spec.name} models ({", ".join(spec.models)}) on liger_hw's kernels.
 
     {parts}: which parts; see `liger_hw.patch`
-    model: None patches the classes in transformers, for models made before or after this call; a live model (also
-    wrapped by PEFT, DDP, FSDP or torch.compile) is patched alone; a class of the family means None.
-    experts: whether mixtures of experts are patched; None: unless the family's MLPs are switched off by name.
-    activations: what backward keeps; see `liger_hw.patch`
+    model: None or a class of the family: the classes in transformers are patched, for models made before or after this
+    call. A live model (also wrapped by PEFT, DDP, FSDP or torch.compile): only this one is patched.
+    experts: whether mixtures of experts are patched; None: True, unless an MLP keyword is passed as False
+    activations: see `liger_hw.patch`
 
-    Returns a PatchReport: `revert()` undoes the call, as does leaving it as a `with` block; `str(report)` is a table.
-    An unknown keyword {unknown}. Raises `TypeError` for a model of another family, `ValueError` for both losses at once
-    or for a second call that asks for the other loss, `ImportError` when transformers has no such family.
+    Returns a PatchReport: `revert()` or the end of a `with` block undoes the call; `str(report)` is a table.
+    An unknown keyword {unknown}. Raises `TypeError` for a model of another family, `ValueError` for both losses or for
+    a second call with the other loss, `ImportError` if transformers has no such family.
     """
     return function
 
@@ -180,7 +179,7 @@ def _patch_family(spec: FamilySpec, model: Any, activations: Any, options: dict[
     model = _checked_model(spec, model)
     if model is not None:
         return engine.patch_model(spec.name, options, activations, model)
-    samples, reason = [], "no class of it is left"
+    samples, reason = [], "transformers has none of its classes"
     for name in spec.models:
         try:
             if hasattr(modeling, name):
@@ -210,7 +209,7 @@ def _modeling_module(spec: FamilySpec) -> ModuleType:
 
 
 def _checked_model(spec: FamilySpec, model: Any) -> Any:
-    """The bare model to patch, or None for the classes. Raises `TypeError` for a model of another family."""
+    """The unwrapped model to patch, or None for the classes. Raises `TypeError` for a model of another family."""
     if model is None:
         return None
     bare = model if isinstance(model, type) else unwrapped(model)
@@ -229,12 +228,12 @@ def _checked_model(spec: FamilySpec, model: Any) -> Any:
     return None if isinstance(bare, type) else bare
 
 
-# -- what there is to patch ------------------------------------------------------------------------------------------
+# -- models and samples ----------------------------------------------------------------------------------------------
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside PEFT, torch.compile, DDP or FSDP wrappers, or `model` itself. FSDP1's wrappers are
-    asked for the parameters' shapes, which the model inside does not have."""
+    """The transformers model inside PEFT, torch.compile, DDP or FSDP wrappers, or `model` itself. Stores parameter
+    shapes of FSDP1's wrappers, which the model inside lacks."""
     from transformers import PreTrainedModel
 
     if isinstance(model, torch.nn.Module):
@@ -256,10 +255,10 @@ class NoSample(Exception):
 
 
 def sample(cls: type) -> Any:
-    """A model of `cls` without weights (on the meta device), for a class patch to examine.
+    """A model of `cls` without weights (on the meta device), from which a class patch finds the modules' classes.
 
-    It is made from the default configuration, or from a tiny one if the default is not valid. Before transformers 5,
-    where up to 512 experts in a layer are modules, the tiny one is tried first. Raises `NoSample`.
+    It is made from the default configuration, or from a tiny one if the default is not valid. In transformers 4, which
+    makes a module of each expert, the tiny one is tried first. Raises `NoSample`.
     """
     from .tiny import IS_TRANSFORMERS_5, tiny_config
 
@@ -273,7 +272,7 @@ def sample(cls: type) -> Any:
     raise NoSample(f"{cls.__name__} cannot be made from its default configuration ({reason})")
 
 
-# -- what frameworks look for ----------------------------------------------------------------------------------------
+# -- names that frameworks use ---------------------------------------------------------------------------------------
 
 _FUNCTIONS = {spec.function_name: _family_function(spec) for spec in specs().values()}
 globals().update(_FUNCTIONS)
@@ -287,8 +286,8 @@ MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., PatchReport]] = {
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> PatchReport | None:
     """Patch the classes of a `config.model_type`: by its function, else by `patch` of its causal LM class.
 
-    Keywords that the function does not have are left out, with a note. Returns None, with a warning, for a type without
-    a causal LM in transformers.
+    Keywords that the function does not have are logged and left out. Returns None, with a warning, for a type that has
+    no causal LM in transformers.
     """
     function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     if function is not None:

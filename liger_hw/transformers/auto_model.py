@@ -11,7 +11,7 @@ from .apply import MODEL_TYPE_TO_APPLY_LIGER_FN, patch, patch_instance
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
-    """`AutoModelForCausalLM` whose models run on liger_hw's kernels; nothing but the loaded model is patched."""
+    """`AutoModelForCausalLM` that patches the models it makes, and nothing else, to run on liger_hw's kernels."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
@@ -19,13 +19,13 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         `AutoModelForCausalLM.from_pretrained`."""
         config = kwargs.get("config")
         if config is None or isinstance(config, str):
-            keep = {
+            of_config = {
                 k: v
                 for k, v in kwargs.items()
                 if k in ("trust_remote_code", "revision", "cache_dir", "token", "subfolder")
             }
-            config = AutoConfig.from_pretrained(config or pretrained_model_name_or_path, **keep)
-        options = _taken_out(config, kwargs)
+            config = AutoConfig.from_pretrained(config or pretrained_model_name_or_path, **of_config)
+        options = _pop_options(config, kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # (model, info) with output_loading_info=True
         patch_instance(model, **options)
@@ -34,14 +34,14 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> Any:
         """Make a model with random weights and patch it; keywords as for `from_pretrained`."""
-        options = _taken_out(config, kwargs)
+        options = _pop_options(config, kwargs)
         model = super().from_config(config, **kwargs)
         patch_instance(model, **options)
         return model
 
 
-def _taken_out(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of the patch function that belongs to a config, taken out of `kwargs`."""
+def _pop_options(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Remove from `kwargs` the keywords of the config's patch function, and return them."""
     function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(config.model_type, patch)
     names = set(inspect.signature(function).parameters) - {"model", "kwargs"}
     return {name: kwargs.pop(name) for name in list(kwargs) if name in names}

@@ -1,7 +1,7 @@
-"""The implementation that runs a model's experts, which a configuration of transformers 5 names.
+"""The experts implementation that a configuration of transformers 5 names.
 
-A patch writes `Chosen` there, which equals the name `liger_hw`. Patched experts run the kernel while their
-configuration names it: if a program names another implementation after the patch, that one runs.
+A patch writes a `Chosen` into the configuration, which equals the name `liger_hw`. Patched experts run the kernel while
+it is there. If a program writes another name after the patch, that implementation runs.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from .marks import mark
 
 NAME = "liger_hw"
 CHOICE = "_experts_implementation_internal"
-"""Attribute of a configuration: transformers' property `_experts_implementation` reads it."""
+"""Attribute of a configuration that has the name; transformers' property `_experts_implementation` reads it."""
 SLOT = "_liger_hw_experts"
-"""Method that a patch adds to experts whose forward transformers has replaced; it runs when `liger_hw` is chosen."""
+"""Method that a patch adds to experts whose forward transformers has replaced; `experts_forward` calls it."""
 
 
 class Chosen(str):
-    """`liger_hw` in the configuration of a patched model. instead: what the configuration named before.
+    """`liger_hw` in the configuration of a patched model. previous: the name that was there before
 
-    A copy is the same object. Pickle stores `instead`, so that loading does not need liger_hw.
+    A copy is the same object. Pickle stores `previous`, so that loading does not need liger_hw.
     """
 
-    instead: str | None
+    previous: str | None
 
-    def __new__(cls, instead: str | None) -> "Chosen":
+    def __new__(cls, previous: str | None) -> "Chosen":
         self = super().__new__(cls, NAME)
-        self.instead = instead
+        self.previous = previous
         return self
 
     def __deepcopy__(self, memo: dict) -> "Chosen":
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return type(self.instead), () if self.instead is None else (self.instead,)
+        return type(self.previous), () if self.previous is None else (self.previous,)
 
 
 class Choice:
-    """Writes `Chosen` into the configuration of one live model, for a report to undo; see `report.Patch`."""
+    """The patch that writes a `Chosen` into a live model's configuration; used as a `report.Patch`."""
 
     def __init__(self, config: Any) -> None:
         self.config, self.chosen = config, Chosen(getattr(config, CHOICE))
@@ -54,14 +54,14 @@ class Choice:
 
 
 def release(config: Any) -> None:
-    """Restore the name that a configuration had before `Choice`, unless a program has chosen another since."""
+    """Restore the name from before `Choice`, unless a program has written another one since."""
     chosen = getattr(config, CHOICE, None)
     if type(chosen) is Chosen:
-        setattr(config, CHOICE, chosen.instead)
+        setattr(config, CHOICE, chosen.previous)
 
 
 def chosen_by_default(original: Callable) -> Callable:
-    """`get_correct_experts_implementation` of a family's models: `liger_hw` if the program names none."""
+    """A family's `get_correct_experts_implementation`, with `liger_hw` as the default."""
 
     @functools.wraps(original)
     def get_correct_experts_implementation(self: Any, requested_experts: str | None) -> str:

@@ -26,7 +26,7 @@ from ..recompute.dial import put_default, put_on
 from ..runtime.operator import check_flags
 from . import probing
 from .choice import CHOICE, NAME, SLOT, Choice, chosen_by_default
-from .experts import as_before, is_expert_parallel, register_experts
+from .experts import is_expert_parallel, previous_experts, register_experts
 from .hybrids import slow_recurrence
 from .loss import causal_lm_forward, head_path, why_not_fused
 from .marks import mark, mark_of
@@ -276,7 +276,7 @@ class _ModelPatcher(_Patcher):
             return
         original, switch = type(module).forward, [True]
         guards = probing.experts.while_named(guards_of(module, original, match.used))
-        forward = mark(guarded(match, guards, as_before, switch), part, match.kernel, switch, original)
+        forward = mark(guarded(match, guards, previous_experts, switch), part, match.kernel, switch, original)
         self._bind(module, SLOT, forward, where, part, match)
 
     def _bind(self, module: nn.Module, slot: str, forward: Callable, where: str, part: str, match: Match) -> None:

@@ -4,8 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="liger_hw")
 
 Every patch function registers the name and writes it into the configurations of the models that it patches (choice.py).
-So `model.set_experts_implementation(...)` works after a patch: experts run the kernel while their configuration names
-`liger_hw`.
+Experts run the kernel while their configuration has this name, so `model.set_experts_implementation(...)` works after a
+patch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .replacing import guarded, guards_of
 
 log = logging.getLogger("liger_hw")
 _DEFAULT = "grouped_mm"
-"""transformers' default, which runs where the op cannot and the configuration names no other implementation."""
+"""transformers' default, which runs if the op does not support a module."""
 
 
 def register_experts() -> bool:
-    """Make `experts_implementation="liger_hw"` known to transformers. Returns whether this release has that choice.
+    """Register `experts_implementation="liger_hw"` in transformers. Returns False for a release without that setting.
 
     Raises `ImportError` if transformers is not installed.
     """
@@ -49,8 +49,8 @@ def register_experts() -> bool:
 def experts_forward(
     self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Experts with batched parameters, by `fused_moe` where it computes what the module does, else by transformers'
-    default, with one warning.
+    """The implementation `liger_hw` of experts with batched parameters: `fused_moe` if it computes the same as the
+    module, else transformers' default, with one warning.
 
     hidden_states: [tokens, hidden]; top_k_index, top_k_weights: [tokens, k], where an index of at least
     `self.num_experts` contributes nothing. Returns [tokens, hidden] in the dtype of hidden_states.
@@ -58,17 +58,17 @@ def experts_forward(
     if SLOT in self.__dict__:
         return self.__dict__[SLOT](hidden_states, top_k_index, top_k_weights)
     if type(getattr(self.config, CHOICE)) is Chosen:  # from a patch of other modules, or a reverted one
-        return as_before(self, hidden_states, top_k_index, top_k_weights)
+        return previous_experts(self, hidden_states, top_k_index, top_k_weights)
     forward = _forwards.get(id(self)) or _recognised(self)
     return forward(self, hidden_states, top_k_index, top_k_weights)
 
 
-_forwards: dict[int, Callable] = {}  # by the module's id, which compiled code can ask for
+_forwards: dict[int, Callable] = {}  # id of a module -> its forward; compiled code can compute an id
 
 
-@torch.compiler.disable(reason="the first call of experts is where they are recognised; run one step uncompiled before")
+@torch.compiler.disable(reason="the first call of experts recognises them; run one step uncompiled before")
 def _recognised(module: torch.nn.Module) -> Callable:
-    """The forward of one module from now on."""
+    """The forward for this and later calls of a module."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     default = ALL_EXPERTS_FUNCTIONS[_DEFAULT]
@@ -100,25 +100,25 @@ def _unparametrized(module: torch.nn.Module) -> torch.nn.Module:
 _log_once = functools.lru_cache(maxsize=256)(log.warning)
 
 
-def as_before(
+def previous_experts(
     self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The experts as they ran before a patch wrote `liger_hw` into their configuration."""
+    """The implementation that the configuration named before a patch wrote `liger_hw` into it."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    instead = getattr(getattr(self.config, CHOICE), "instead", _DEFAULT)
+    previous = getattr(getattr(self.config, CHOICE), "previous", _DEFAULT)
     eager = inspect.unwrap(original_of(type(self).forward))
-    return ALL_EXPERTS_FUNCTIONS.get_interface(instead, eager)(self, hidden_states, top_k_index, top_k_weights)
+    return ALL_EXPERTS_FUNCTIONS.get_interface(previous, eager)(self, hidden_states, top_k_index, top_k_weights)
 
 
 # -- experts whose forward transformers has replaced -----------------------------------------------------------------
 
 
 def is_expert_parallel(module: torch.nn.Module, forward: Callable) -> bool:
-    """Whether transformers has spread a module's experts over ranks, with a `forward` that calls the class's own.
+    """Whether transformers has distributed a module's experts over ranks and replaced its `forward`.
 
-    Each rank has some of the experts, which newer versions mark, or a part of each. Without a mark, the only sign is
-    the function that made the forward.
+    Newer versions mark modules of which each rank has some of the experts. Others are recognised by the name of the
+    function that made the forward.
     """
     if getattr(module, "_is_expert_parallel", False):
         return True

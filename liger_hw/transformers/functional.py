@@ -1,6 +1,6 @@
 """The kernels as functions, under the names and with the arguments of Liger 0.8.5.
 
-Each one lives in `liger_hw/kernels/<op>.py`; importing this module loads no kernel.
+Importing this module loads no kernel. liger_hw/kernels has a module for each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GRPO family's loss of logits, under Liger's name.
+"""The losses of the GRPO family as a function of logits, under Liger's name.
 
 `liger_hw.chunked_loss.LigerFusedLinearGRPOLoss` computes the same from hidden states, without the logits.
 """
@@ -43,18 +43,18 @@ def triton_grpo_loss(
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
 ) -> tuple:
-    """The GRPO family's loss of logits [batch, length + 1, vocab], whose last position is not used.
+    """A loss of the GRPO family, by `loss_type`, of logits [batch, length + 1, vocab], whose last position is not used.
 
     completion_ids: [batch, length]; advantages: [batch] or [batch, length]
-    completion_mask: [batch, length], 1 where a token counts; None: all do
-    old_logp, ref_logp: [batch, length] of log pi_old (None: the policy itself) and log pi_ref (needed with beta)
-    max_completion_length: what dr_grpo divides by with reduce=True; None: length
+    completion_mask: [batch, length], 1 for tokens that count; None: all do
+    old_logp, ref_logp: [batch, length], log pi_old (None: the policy's own) and log pi_ref (needed if beta is not 0)
+    max_completion_length: divisor of dr_grpo with reduce=True; None: length
     inplace: backward writes the gradient over the logits, which must not be used afterwards
-    The other options are LigerFusedLinearGRPOLoss's; chunked_loss/grpo_loss.py has the formulas.
+    The other options are those of LigerFusedLinearGRPOLoss; chunked_loss/grpo_loss.py has the formulas.
 
-    Returns (losses, KL or None without beta, whether each token was clipped), each fp32 [batch, length] and zero where
-    a token does not count; with reduce=True (loss, [KL with beta, share of clipped tokens]), the mean that the loss
-    type defines. Raises `ValueError` for shapes or options that do not fit.
+    Returns (losses, KL or None if beta is 0, whether each token was clipped), each fp32 [batch, length] and zero for
+    tokens that do not count. With reduce=True: (loss, [KL if beta is not 0, share of clipped tokens]), reduced as
+    loss_type defines. Raises `ValueError` for invalid shapes or options.
     """
     check_tensors(_NAME, logits=logits)
     shape = tuple(getattr(completion_ids, "shape", ()))

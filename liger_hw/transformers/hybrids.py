@@ -1,4 +1,4 @@
-"""Packages with the kernels for a hybrid model's recurrence. Without one, transformers computes in plain torch."""
+"""Warns of missing packages with kernels for a hybrid model's recurrence, without which plain torch computes it."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ PACKAGES = {
     "selective_scan_fn": ("mamba_ssm", "mamba-ssm"),
     "selective_state_update": ("mamba_ssm", "mamba-ssm"),
 }
-"""Function of transformers' modeling modules that needs a package to be fast -> (package, distribution)."""
+"""Name in transformers' modeling modules -> (package, distribution) with a kernel for this function."""
 
 
 def slow_recurrence(model: nn.Module) -> str:
-    """One line about missing packages that this model's modules would call, or ""."""
+    """A warning about missing packages that this model's modules would use, or ""."""
     modules = {type(module).__module__ for module in model.modules()}
     modeling = [sys.modules[name] for name in sorted(modules) if name.startswith("transformers.models.")]
     patched = {CONV, DELTA} & patched_parts(model).keys()
     names = [name for name in PACKAGES if not (patched and name == "causal_conv1d_fn")]
     needed = {PACKAGES[name] for name in names if any(hasattr(module, name) for module in modeling)}
-    misfits = [f"{distribution} {why}" for package, distribution in sorted(needed) if (why := _why_unusable(package))]
-    if not misfits:
+    missing = [f"{distribution} {why}" for package, distribution in sorted(needed) if (why := _why_unusable(package))]
+    if not missing:
         return ""
     return (
         f"liger_hw: the recurrence or short convolution of {type(model).__name__} runs in plain torch, many times "
-        f"slower than with kernels: {'; '.join(misfits)}"
+        f"slower than with kernels: {'; '.join(missing)}"
     )
 
 

@@ -1,7 +1,7 @@
-"""Whether documents packed into one row see each other, tested on a tiny model of the same class and attention.
+"""Tests whether documents packed into one row affect each other, on a tiny model of the same class and attention.
 
-Two batches that differ only in the first document go through the tiny model, and the second document's logits must be
-the same. State space layers ignore positions and carry their state over.
+Two batches that differ only in the first document are run, and the second document's logits must be the same. They
+differ, for example, in state space layers, which ignore positions and keep their state between documents.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import torch
 from .tiny import VOCAB, tiny_model
 
 FIRST, SECOND = 5, 7
-"""Tokens of the two documents, the longer one last."""
-THRESHOLD = 0.01
+"""Number of tokens of the first and the second document."""
+ROUNDING = 0.01
 """Largest difference that counts as rounding, as a share of the largest logit."""
 _EAGER = "gpt_oss deepseek_v4 mamba mamba2 falcon_mamba rwkv xlstm bloom inkling2 mpt xglm"
-_ANY = "afmoe biogpt glm4v_moe granitemoehybrid inkling lfm2 lfm2_moe lfm3 minimax nemotron_h opt recurrent_gemma zaya"
-_NO_FLEX = "bailing_hybrid bamba falcon falcon_h1 glm46v glm4v jamba kimi_linear olmo_hybrid qwen2_vl qwen2_5_vl"
-_NO_FLEX += " qwen3_next qwen3_5 qwen3_5_moe qwen4_exp"
+_ALL = "afmoe biogpt glm4v_moe granitemoehybrid inkling lfm2 lfm2_moe lfm3 minimax nemotron_h opt recurrent_gemma zaya"
+_SDPA = "bailing_hybrid bamba falcon falcon_h1 glm46v glm4v jamba kimi_linear olmo_hybrid qwen2_vl qwen2_5_vl"
+_SDPA += " qwen3_next qwen3_5 qwen3_5_moe qwen4_exp"
 LEAKING = {
     **dict.fromkeys(_EAGER.split(), ("eager",)),
-    **dict.fromkeys(_NO_FLEX.split(), ("eager", "sdpa")),
-    **dict.fromkeys(_ANY.split(), ("eager", "sdpa", "flex_attention")),
+    **dict.fromkeys(_SDPA.split(), ("eager", "sdpa")),
+    **dict.fromkeys(_ALL.split(), ("eager", "sdpa", "flex_attention")),
 }
-"""Type of a model -> attention implementations with which `position_ids` do not keep its packed documents apart."""
+"""`config.model_type` -> attention implementations with which `position_ids` do not separate packed documents."""
 FORMS = ("position_ids", "position_ids of several rows", "cu_seq_lens")
-"""Positions that begin again at 0, in one row or in two, or with the arguments of DataCollatorWithFlattening."""
+"""position_ids that restart at 0, in one row or in two, or with the arguments of DataCollatorWithFlattening."""
 
 
 def packing_note(model: torch.nn.Module, of_class: bool = False) -> str:
-    """One line if `LEAKING` has the model and its attention, or if only a GPU can tell; else "". Nothing is run.
+    """A line if `LEAKING` has the model and its attention, or if only a GPU can test it; else "". Nothing is run.
 
-    of_class: the model is a sample of its class, whose models may have any attention
+    of_class: whether the model stands for its class, in which any attention may be used
     """
     config = getattr(model, "config", None)
     family = str(getattr(config, "model_type", "")).removesuffix("_text")
@@ -42,15 +42,15 @@ def packing_note(model: torch.nn.Module, of_class: bool = False) -> str:
         kinds = ", ".join(leaking)
         return f"packed rows leak: with {kinds} attention, position_ids do not keep {family}'s documents apart"
     if not of_class and ("flash" in attention or (family, attention) == ("gpt_oss", "flex_attention")):
-        return f"packed rows: {attention} needs a GPU to tell; try liger_hw.transformers.packing_leaks(model) there"
+        return f"packed rows: {attention} needs a GPU; call liger_hw.transformers.packing_leaks(model) there to test it"
     return ""
 
 
 def packing_leaks(model: torch.nn.Module | type) -> dict[str, bool]:
     """Each of `FORMS` that the model takes -> whether a document's logits depend on the one packed before it.
 
-    model: a causal LM of transformers, whose attention implementation and device are used, or its class: then sdpa
-    where the class has it, else eager, on the CPU. Raises what the class raises where it cannot be built small.
+    model: a transformers causal LM, whose attention implementation and device are used; or its class, which is tested
+    on the CPU with sdpa, or eager if it has no sdpa. Raises the class's error if no tiny model can be made.
     """
     cls = model if isinstance(model, type) else type(model)
     if isinstance(model, type):
@@ -79,8 +79,8 @@ def _leaks(model: torch.nn.Module, form: str) -> bool | None:
         try:
             with torch.no_grad():
                 output = model(input_ids=torch.cat((first, second), 1).to(device), **options)
-        except (TypeError, ValueError):  # e.g. hybrids, for cu_seq_lens, if their kernels are not installed
+        except (TypeError, ValueError):  # e.g. cu_seq_lens in hybrids without installed kernels
             return None
         logits.append(output.logits[:, FIRST:].float())
     difference = (logits[0] - logits[1]).abs().max()
-    return bool(difference > THRESHOLD * logits[0].abs().max())
+    return bool(difference > ROUNDING * logits[0].abs().max())

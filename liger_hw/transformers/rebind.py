@@ -1,9 +1,9 @@
-"""A copy of a function that calls another function in place of one module-level name: how rope is patched per instance.
+"""Copies a function with one global name replaced, to patch the rotary function of a single model.
 
-Attention forwards look their rotary function up by name in the modeling module, which all models of the family share.
-For one instance the forward is copied, and the name in the copy's code is a private one (`private_name`) that is added
-to the modeling module. The copy has the module's globals, so later patches of other names take effect, and Dynamo sees
-an ordinary function.
+An attention's forward calls a rotary function by its global name in the modeling module, which all models of the family
+share. For one model the forward is copied, and the copy's code has a private name (`private_name`), which the caller
+adds to the modeling module. The copy has the same globals, so later patches of other names take effect in it, and
+Dynamo can trace it as any function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PREFIX = "_liger_hw_"
 
 
 def private_name(name: str, variant: str) -> str:
-    """The global name of the kernel that replaces the function `name`."""
+    """The global name for the replacement of function `name`. variant: `Match.variant`"""
     return PREFIX + "".join(c if c.isalnum() else "_" for c in f"{variant} {name}".strip())
 
 
@@ -28,10 +28,10 @@ class CannotRebind(Exception):
 
 
 def rebind(function: Callable, name: str, private: str) -> Callable:
-    """A copy of `function` that reads the global `private` where the original reads `name`.
+    """A copy of `function` that reads the global `private` in place of `name`.
 
-    Decorators made with functools.wraps are copied around it. The caller defines the new global. Raises `CannotRebind`
-    if the function does not read `name`, or if an attribute in its code has the same name.
+    Its decorators that use functools.wraps are copied too. The caller defines the new global. Raises `CannotRebind` if
+    the function does not read `name`, or uses that name also for an attribute or a variable.
     """
     if not isinstance(function, types.FunctionType):
         raise CannotRebind(f"{function!r} is not a Python function")

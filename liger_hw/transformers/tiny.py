@@ -1,7 +1,7 @@
-"""Tiny models of any family, made from its configuration class: random weights, a few layers, narrow, in fp32.
+"""Tiny models of any family, made from its configuration class: random weights, few and narrow layers, fp32.
 
-`tiny_config` makes the sizes small, under the families' names for them, and keeps the family's defaults for the rest
-(activations, norms, multipliers, layer patterns). `_OWN` has further values that a few families need.
+`tiny_config` sets small sizes, under each family's names for them, and keeps the family's defaults for other values
+(activations, norms, multipliers, layer patterns). `_EXTRA` has further values that some families need.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SIZES = (
     (True, "is_decoder"),
     (False, "use_cache"),
 )
-"""(value, the families' names for it)"""
+"""(value, names of configuration fields that get it)"""
 _VALUES = {name: value for value, names in _SIZES for name in names.split()}
 IS_TRANSFORMERS_5 = int(version("transformers").split(".")[0]) >= 5
 
@@ -53,14 +53,14 @@ _DROPOUTS = ("dropout", "drop", "pdrop", "dropout_rate", "dropout_prob", "layerd
 
 
 def tiny_config(config_class: type, **chosen: Any) -> Any:
-    """A small configuration of the class. chosen: values that replace this module's, nested by sub-configuration.
+    """A small configuration of the class. chosen: values that precede this module's, nested for sub-configurations
 
-    Raises what the class raises for sizes that do not fit it.
+    Raises the class's error if it does not accept the sizes.
     """
-    chosen_here = {**_OWN.get(config_class.__name__, {}), **chosen}
+    chosen_here = {**_EXTRA.get(config_class.__name__, {}), **chosen}
     try:
         default = config_class()
-    except Exception:  # a class without valid defaults is made with the sizes
+    except Exception:  # its defaults are not valid without the sizes
         default = None
     known = _field_names(config_class, default)
     values = {name: value for name, value in _VALUES.items() if name in known}
@@ -73,7 +73,7 @@ def tiny_config(config_class: type, **chosen: Any) -> Any:
         kind = type(current) if hasattr(type(current), "sub_configs") else sub_class
         if isinstance(inner, dict) and hasattr(kind, "to_dict") and (current is not None or inner):
             small = tiny_config(kind, **inner)
-            values[name] = small if IS_TRANSFORMERS_5 else small.to_dict()  # before 5, some take dictionaries only
+            values[name] = small if IS_TRANSFORMERS_5 else small.to_dict()  # in 4 some classes take only dicts
     config = config_class(**{**values, **chosen_here})
     config.use_cache = False
     return config
@@ -94,7 +94,7 @@ _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2,
 _MROPE = {"rope_parameters" if IS_TRANSFORMERS_5 else "rope_scaling": _SECTIONS}
 _MROPE_WHOLE = {name: {**value, "partial_rotary_factor": 1.0} for name, value in _MROPE.items()}
 _INDEXER = {"indexer_budget": 8, "indexer_compress_ratio": 2, "output_gate_type": "silu"}
-_OWN: dict[str, dict[str, Any]] = {
+_EXTRA: dict[str, dict[str, Any]] = {
     "BailingHybridConfig": {"n_group": 1, "num_experts": EXPERTS, "layer_group_size": 2},
     "BigBirdConfig": {"attention_type": "original_full"},
     "CohereCompassTextConfig": {
@@ -126,11 +126,11 @@ _OWN: dict[str, dict[str, Any]] = {
     "Zamba2Config": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_headdim": 16, "n_mamba_heads": 8},
     "ZayaConfig": {"num_experts_per_tok": 1},
 }
-"""Configuration class -> values it needs beside or instead."""
+"""Configuration class -> values that it needs in addition to, or in place of, those of `_SIZES`."""
 
 
 def tiny_model(cls: type, seed: int = 0, **chosen: Any) -> Any:
-    """A model of `cls` in training mode, weights drawn from `seed` and large enough that logits differ clearly."""
+    """A model of `cls` in training mode. Weights are random, by `seed`, and so large that logits differ clearly."""
     import torch
 
     config = tiny_config(cls.config_class, **chosen)

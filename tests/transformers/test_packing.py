@@ -60,7 +60,7 @@ def test_a_report_says_where_packing_leaks(family, implementation, monkeypatch):
 def test_a_report_says_what_a_cpu_cannot_tell(family, attention):
     model = tiny_model(transformers.LlamaForCausalLM)
     model.config.model_type, model.config._attn_implementation = family, attention
-    assert packing_note(model).startswith(f"packed rows: {attention} needs a GPU to tell; try")
+    assert packing_note(model).startswith(f"packed rows: {attention} needs a GPU; call")
 
 
 def test_a_patch_of_classes_names_every_attention_that_leaks():

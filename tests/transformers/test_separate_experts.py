@@ -13,7 +13,7 @@ import liger_hw
 from liger_hw.transformers.tiny import tiny_model
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 11, 16, 24, 5, 2
-LEFT_ALONE = "left alone: its experts are modules in a list, as transformers 4 has them"
+LEFT_ALONE = "left alone: its experts are modules in a list, as in transformers 4"
 
 
 class ExpertMLP(nn.Module):
@@ -105,4 +105,4 @@ def test_the_report_names_routing_weights_of_every_expert(name, experts):
     rows = [row for row in report.rows if row.where.startswith(experts) and row.kernel == "fused_moe"]
     assert rows
     for row in rows:
-        assert "its routing weights are [tokens, experts], as transformers 4 has them" in row.state, str(report)
+        assert "its routing weights are [tokens, experts], as in transformers 4" in row.state, str(report)

@@ -1,7 +1,7 @@
-"""Model families: what `apply_liger_kernel_to_<family>` needs to know about each. families.py has the table.
+"""Model families that have a function `apply_liger_kernel_to_<family>`. families.py has the table.
 
-A spec states where a family's code is and which keywords its function has. Which kernels fit its modules is found by
-running them (../probing/), so `liger_hw.patch(model)` needs no spec. `liger-hw check MODEL` shows what a model gets.
+A spec has the family's modeling module and the keywords of its function. The kernels for its modules are found by
+running these (../probing/), so `liger_hw.patch(model)` needs no spec. `liger-hw check MODEL` shows a model's kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The families with a function of their own. A new family is one line here.
+"""The families that have a function `apply_liger_kernel_to_<family>`. A new family is one line here.
 
-State only what differs from a Llama: keywords, module name, more model types. A class patch changes the family's own
-classes; modules from other families (a CLIP or SigLIP tower, a Llama) are patched in models that are made afterwards.
+A spec has only the differences from Llama: keywords, module name, more model types. A class patch changes the family's
+classes; modules of other families (a CLIP or SigLIP tower, a Llama) are patched in models that are made afterwards.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class FamilySpec:
     """A family of transformers models.
 
     name: suffix of `apply_liger_kernel_to_<name>` and, by default, of the modeling module
-    models: names of its model classes in the modeling module; a class patch examines one model of each, without weights
-    parameters: keyword and default of each argument of the public function, in order, `model` among them;
+    models: names of its model classes in the modeling module; a class patch examines a sample of each
+    parameters: keyword and default of each argument of the public function, in order, with `model`;
     fused_linear_cross_entropy=None means the fused loss unless cross_entropy is true
-    module: name of the package in transformers.models, where it is not `name`
-    also: options that the function takes beyond its signature, as `**kwargs`; on unless given as False
-    types: values of `config.model_type` that mean this family, beside its name
+    module: name of the package in transformers.models; "": `name`
+    also: further options, taken as `**kwargs`, whose default is True
+    types: values of `config.model_type` for this family besides `name`
     """
 
     name: str
@@ -60,7 +60,7 @@ _EITHER_LOSS = (("cross_entropy", False), ("fused_linear_cross_entropy", None))
 _GEMMA = (*LOSS, *NORM, *GEGLU, *MODEL)
 _GEMMA_VISION = (*ROPE, *LOSS, *LAYER_NORM, *NORM, *GEGLU, *MODEL)
 _LLAMA_VISION = (*ROPE, *LOSS, *LAYER_NORM, *NORM, *SWIGLU, *MODEL)
-_BORROWED = (*LOSS, *NORM, *LAYER_NORM, *MODEL)
+_NORMS_ONLY = (*LOSS, *NORM, *LAYER_NORM, *MODEL)
 
 SPECS = (
     # Text models with one MLP a layer
@@ -101,7 +101,7 @@ SPECS = (
     FamilySpec("deepseek_v2", ("DeepseekV2ForCausalLM",), _NO_ROPE),
     FamilySpec("deepseek_v3", ("DeepseekV3ForCausalLM",), _NO_ROPE),
     FamilySpec("deepseek_v4", ("DeepseekV4ForCausalLM",), (*NO_ROPE, *_NO_SWIGLU)),
-    # Models that see: a text model and the towers that feed it
+    # Models with vision towers
     FamilySpec(
         "llava",
         ("LlavaForConditionalGeneration",),
@@ -137,6 +137,6 @@ SPECS = (
     FamilySpec("qwen3_vl_moe", ("Qwen3VLMoeForConditionalGeneration",), types=("qwen3_vl_moe_text",)),
     FamilySpec("glm4v", ("Glm4vForConditionalGeneration",), _NO_ROPE, types=("glm4v_text",)),
     FamilySpec("glm4v_moe", ("Glm4vMoeForConditionalGeneration",), _NO_ROPE, types=("glm4v_moe_text",)),
-    FamilySpec("internvl", ("InternVLForConditionalGeneration",), _BORROWED, also=("rope", "swiglu", "geglu")),
-    FamilySpec("smolvlm", ("SmolVLMForConditionalGeneration",), _BORROWED, also=("rope", "swiglu", "geglu")),
+    FamilySpec("internvl", ("InternVLForConditionalGeneration",), _NORMS_ONLY, also=("rope", "swiglu", "geglu")),
+    FamilySpec("smolvlm", ("SmolVLMForConditionalGeneration",), _NORMS_ONLY, also=("rope", "swiglu", "geglu")),
 )

@@ -1,16 +1,16 @@
-"""Recognising a module by what it computes when it is run: the heart of the patch engine.
+"""Recognises modules by their results on small random inputs.
 
-`recognise(module)` runs a copy of a norm, MLP, mixer or experts module on small random inputs, on the CPU, beside the
-kernels' references. It returns the `Match` that agrees, a `Refused` that says why no kernel does, or None for a module
-of another kind. `rotary.recognise(function)` does the same for a rotary function.
+`recognise(module)` runs a copy of a norm, MLP, mixer or experts module and the kernels' references, on the CPU. It
+returns the `Match` of the kernel that agrees, a `Refused` with the reason why none does, or None for a module of
+another kind. `rotary.recognise(function)` does the same for a rotary function.
 
 Weights are never read: a norm's copy gets random weights of the same shapes, and an MLP's projections are replaced by
-stand-ins that return random numbers. So sharded, quantised, adapted and not yet loaded (meta) models are probed in the
-same way, and a 7B model in a few milliseconds. The formula must agree in fp32, also on large numbers, the rounding in
-bf16, and the gradients.
+objects that return random numbers. So sharded, quantised, adapted and not yet loaded (meta) models are probed in the
+same way, and a 7B model in a few milliseconds. Results must agree in fp32, also for large numbers, and their rounding
+in bf16; so must gradients.
 
-probe.py runs the copies; norms.py, mlps.py, experts.py, mixers.py and rotary.py have one kind each; ../replacing.py
-decides when a match of one module applies to another.
+probe.py runs the copies. norms.py, mlps.py, experts.py, mixers.py and rotary.py recognise one kind each.
+../replacing.py decides when a module's match applies to another module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS = (norms, experts, mlps, mixers)
 
 
 def recognise(module: Any, forward: Callable | None = None) -> Match | Refused | None:
-    """The kernel that computes the same as `module`; forward: the function to probe, by default its class's."""
+    """The match of a module. forward: the function to probe; None: that of the module's class"""
     forward = forward or type(module).forward
     if experts.is_list_of_modules(module):
         return Refused(experts.IN_A_LIST, experts.KERNEL)
@@ -40,15 +40,15 @@ def recognise(module: Any, forward: Callable | None = None) -> Match | Refused |
             if result is not None:
                 return result
             break
-    if experts.is_named_so(module):
+    if experts.is_experts_by_name(module):
         return Refused("its experts are not two batched parameters", experts.KERNEL)
     return None
 
 
 def is_overlooked(module: Any) -> bool:
-    """Whether a module has the parts and the one input of a norm or an MLP, but is not probed because of its name.
+    """Whether a module looks like a norm or an MLP, but is not probed because of its name.
 
-    A norm has one or two vectors of one width and nothing else; an MLP two or three linear layers and nothing else.
+    It has one input, and either one or two vectors of one width, or two or three linear layers, and nothing else.
     """
     if type(module).__module__.startswith("torch.") or any(kind.is_candidate(module) for kind in _KINDS):
         return False

@@ -1,7 +1,7 @@
-"""Experts whose weights are batched parameters: recognised by running a tiny copy of them beside `fused_moe`.
+"""Recognises experts whose weights are batched parameters, by a comparison of a tiny copy with `fused_moe`.
 
-The copy has the module's attributes and random weights of a few small experts in the same layout. The results and
-gradients of its own loop over experts (`eager` in transformers) decide, not flags such as `is_transposed`.
+The copy has the module's attributes, and random weights of a few small experts in the same layout. It runs the class's
+loop over experts (`eager` in transformers). Results and gradients decide, not flags such as `is_transposed`.
 """
 
 from __future__ import annotations
@@ -31,25 +31,24 @@ _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "relu")
 _UP = ("gate_up_proj", "up_proj")
 _DOWN = "down_proj"
 _GATE = "_apply_gate"
-"""The method that transformers' implementations call between the two products; an eager loop may not call it."""
+"""The method that transformers' implementations call between the two products. The class's loop may not call it."""
 _EXPERTS, _TOKENS, _TOP_K = 5, 7, 2
 _HIDDEN, _INNER = 8, 12
 _REPLACED = (None, "eager", "grouped_mm", "batched_mm", NAME)
-"""Experts implementations of transformers that the op may replace; another one is the user's choice."""
+"""Experts implementations that the op may replace. Any other one is left alone, as the user has chosen it."""
 _DENSE = (
-    "its routing weights are [tokens, experts], as transformers 4 has them; fused_moe takes [tokens, k], one for each "
-    "chosen expert"
+    "its routing weights are [tokens, experts], as in transformers 4; fused_moe takes [tokens, k], one for each chosen "
+    "expert"
 )
 IN_A_LIST = (
-    "its experts are modules in a list, as transformers 4 has them; fused_moe takes batched parameters, as "
-    "transformers 5 has them"
+    "its experts are modules in a list, as in transformers 4; fused_moe takes batched parameters, as in transformers 5"
 )
 
 
 class Formula(NamedTuple):
-    """How `fused_moe` computes a module's experts: the names of the module's parameters, and the op's options.
+    """How `fused_moe` computes a module's experts.
 
-    up_bias, down_bias: empty for experts without biases
+    up, up_bias, down_bias: names of the module's parameters, "" for biases that it does not have; options: the op's
     """
 
     up: str
@@ -58,7 +57,7 @@ class Formula(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
     def weights(self, module: Any) -> tuple[torch.Tensor | None, ...]:
-        """(up, down, bias of up, bias of down) of a module as it is now. PEFT computes them, so each is read once."""
+        """(up, down, bias of up, bias of down) of a module. Each is read once, as PEFT computes it at every access."""
         names = (self.up, _DOWN, self.up_bias, self.down_bias)
         return tuple(getattr(module, name) if name else None for name in names)
 
@@ -73,14 +72,14 @@ class Formula(NamedTuple):
 
 
 def replacement(formula: Formula) -> Callable[..., torch.Tensor]:
-    """The experts of (module, x [tokens, hidden], top_k_index [tokens, k], top_k_weights [tokens, k])."""
+    """The experts' forward by the op: of (module, x [tokens, hidden], top_k_index and top_k_weights [tokens, k])."""
     liger_fused_moe = functional.liger_fused_moe
     options = dict(formula.options)
 
     def experts(self: Any, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         up, down, up_bias, down_bias = formula.weights(self)
         rows = x
-        if x.dtype is not up.dtype and autocast_dtype(x.device.type) is None:  # under autocast the op casts
+        if x.dtype is not up.dtype and autocast_dtype(x.device.type) is None:  # else the op casts
             rows, down = x.to(up.dtype), down.to(up.dtype)
             up_bias, down_bias = (b if b is None else b.to(up.dtype) for b in (up_bias, down_bias))
         out = liger_fused_moe(
@@ -95,24 +94,24 @@ def replacement(formula: Formula) -> Callable[..., torch.Tensor]:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether a module has two batched projections among its own parameters."""
+    """Whether a module has parameters with the names of two batched projections."""
     names = owners.parameter_shapes(module).keys()
     return _DOWN in names and any(name in names for name in _UP)
 
 
 def is_list_of_modules(module: nn.Module) -> bool:
-    """Whether a module has a list of experts, each of them a module."""
+    """Whether a module's experts are modules in a list."""
     experts = module._modules.get("experts")
     return isinstance(experts, nn.ModuleList) and len(experts) > 0
 
 
-def is_named_so(module: nn.Module) -> bool:
-    """Whether a module is named experts, and takes tokens, experts and weights."""
+def is_experts_by_name(module: nn.Module) -> bool:
+    """Whether a module's class is named experts and has three inputs."""
     return type(module).__name__.endswith("Experts") and len(probe.required_inputs(type(module).forward)) == 3
 
 
 def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
-    """The options with which `fused_moe` computes the same as `module`."""
+    """The match with `fused_moe`, or why it does not compute the same."""
     chosen = getattr(vars(module).get("config"), "_experts_implementation", None)
     if chosen not in _REPLACED:
         return Refused(f"experts_implementation={chosen!r} was asked for", KERNEL)
@@ -126,17 +125,17 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
 
 
 def while_named(guards: Guards) -> Guards:
-    """Guards with which the kernel runs only while the configuration (if experts have one) names it."""
+    """The guards, with liger_hw as the implementation that the experts' configuration, if any, must name."""
     return tuple((kind, name, NAME if name == CHOICE else value) for kind, name, value in guards)
 
 
 def has_own_gate(module: Any) -> bool:
-    """Whether this module has a gate other than its class's."""
+    """Whether a program has set another gate on this module."""
     return _GATE in module.__dict__ and not is_ours(module.__dict__[_GATE])
 
 
 def _ready(cls: type) -> Callable[[Any, torch.Tensor], bool]:
-    """Whether a module still has the gate with which it was recognised. Guards cover only what its own loop calls."""
+    """A check that a module's gate is the recognised one. Guards compare only what the class's loop calls."""
     gate = getattr(cls, _GATE, None)
 
     def ready(self: Any, x: torch.Tensor) -> bool:
@@ -146,14 +145,14 @@ def _ready(cls: type) -> Callable[[Any, torch.Tensor], bool]:
 
 
 def _formula(module: nn.Module, forward: Callable) -> Formula | str:
-    """The formula, or why the op has no formula for this module."""
-    if lost := probe.lost_weights(module):
+    """The formula with which the op computes the same, or why there is none."""
+    if lost := probe.why_unknown_shapes(module):
         return lost
     shapes = {name: shape for name, shape in owners.parameter_shapes(module).items() if shape is not None}
     up = next((name for name in _UP if name in shapes), "")
     known = {up, _DOWN, up + _BIASES, _DOWN + _BIASES}
     if not up or _DOWN not in shapes:
-        return "its weights are not there"
+        return "it lacks one of its two projections"
     if unknown := sorted(shapes.keys() - known):
         return f"it has {unknown[0]} beside its two projections"
     dtypes = [getattr(module, name).dtype for name in shapes]
@@ -178,13 +177,13 @@ def _formula(module: nn.Module, forward: Callable) -> Formula | str:
 
 
 def _inputs(forward: Callable) -> list[str]:
-    """Names of a forward's three inputs; gpt-oss gives two of them a default."""
+    """Names of a forward's inputs. Two of gpt-oss's three have a default."""
     names = probe.required_inputs(forward)
     return names if len(names) == 3 else list(inspect.signature(forward).parameters)[1:]
 
 
 class _Layout(NamedTuple):
-    """Layout of the weights. inner: the experts' width in the probe; sizes: size in the module -> in the probe."""
+    """Layout of the weights. inner: an expert's width in the probe; sizes: size in the module -> size in the probe"""
 
     is_transposed: bool
     has_gate: bool
@@ -193,7 +192,7 @@ class _Layout(NamedTuple):
 
 
 def _layouts(up: tuple[int, ...], down: tuple[int, ...], is_double: bool) -> Iterator[_Layout]:
-    """The possible layouts of weights of these shapes: two if the sizes are ambiguous."""
+    """The possible layouts of weights of these shapes; two if sizes are equal."""
     if len(up) != 3 or len(down) != 3 or up[0] != down[0]:
         return
     for is_transposed in (False, True):
@@ -217,7 +216,7 @@ class _Probe:
         hidden, inner, source = _HIDDEN, layout.inner, probe.generator()
         columns = 2 * inner if layout.has_gate else inner
         numbers = self._numbers()
-        # pre-activations below all limits, above limits in its attributes, and above any limit in its code
+        # so that pre-activations are below all limits, above limits in attributes, and above limits in code
         self.scales = 0.3, max([6.0, *numbers]), probe.LARGE
 
         def weight(rows: int, n: int) -> torch.Tensor:
@@ -230,27 +229,27 @@ class _Probe:
                 self.parameters[name] = probe.normal(_EXPERTS, size, source=source).requires_grad_()
         self.x = probe.normal(_TOKENS, hidden, source=source).requires_grad_()
         experts = torch.stack([torch.randperm(_EXPERTS - 1, generator=source)[:_TOP_K] for _ in range(_TOKENS)])
-        self.index = experts  # the last expert has no token
+        self.index = experts  # without the last expert, which gets no token
         self.weights = torch.rand(_TOKENS, _TOP_K, generator=source, dtype=torch.float32).requires_grad_()
         self.facts = Facts(present=frozenset(_inputs(forward)), compared=frozenset({"num_experts"}))
 
     def formula(self) -> Formula | str:
-        """The formula whose result and gradients agree, with pre-activations of every size."""
+        """The formula whose results and gradients agree for all `scales`, or why there is none."""
         with torch.enable_grad():
-            results = [self._own(scale) for scale in self.scales]
-            in_eval, of_one = self._own(1.0, training=False), self._own(1.0, self.index[:1], self.weights[:1])
-            for result in results:
+            expected = [self._original(scale) for scale in self.scales]
+            in_eval, of_one = self._original(1.0, training=False), self._original(1.0, self.index[:1], self.weights[:1])
+            for result in expected:
                 if isinstance(result, str):
                     return _DENSE if self._takes_dense_weights() else result
-            if not probe.agrees(in_eval, self._own(1.0), 1e-6):
+            if not probe.agrees(in_eval, self._original(1.0), 1e-6):
                 return "it computes something else in eval mode"
-            if not probe.agrees(of_one, self._own(1.0)[:1], 2e-5):
+            if not probe.agrees(of_one, self._original(1.0)[:1], 2e-5):
                 return "it computes something else for one token"
             for options in self._options():
-                mine = [self._reference(scale, options) for scale in self.scales]
-                if all(probe.agrees(result, expected, 2e-5) for result, expected in zip(mine, results)):
+                results = [self._reference(scale, options) for scale in self.scales]
+                if all(probe.agrees(*pair, 2e-5) for pair in zip(results, expected)):
                     leaves = [self.x, self.weights, *self.parameters.values()]
-                    if not all(probe.has_same_gradients(*pair, leaves, 2e-4) for pair in zip(mine, results)):
+                    if not all(probe.has_same_gradients(*pair, leaves, 2e-4) for pair in zip(results, expected)):
                         return f"its gradients are not {KERNEL}'s"
                     if not self._has_gate_of(options):
                         return f"its {_GATE} computes something else than its own loop"
@@ -260,13 +259,13 @@ class _Probe:
         return "its activation is not one of the kernel's"
 
     def _takes_dense_weights(self) -> bool:
-        """Whether its own forward runs on routing weights [tokens, experts], before or after the index."""
+        """Whether the original forward runs on routing weights [tokens, experts], before or after the index."""
         dense = torch.zeros(_TOKENS, _EXPERTS).scatter(1, self.index, self.weights)
         routings = (self.index, dense), (dense, self.index)
-        return any(isinstance(self._own(1.0, *routing), torch.Tensor) for routing in routings)
+        return any(isinstance(self._original(1.0, *routing), torch.Tensor) for routing in routings)
 
     def _has_gate_of(self, options: dict[str, Any]) -> bool:
-        """Whether the gate that only transformers' implementations call, not its own loop, has the same formula."""
+        """Whether the gate that transformers' implementations call, but maybe not the loop, has the same formula."""
         apply_gate = getattr(type(self.module), _GATE, None)
         if apply_gate is None or not self.layout.has_gate:
             return True
@@ -277,9 +276,9 @@ class _Probe:
             probe.agrees(probe.run(apply_gate, copied, scale * z), gate.apply(scale * z), 2e-5) for scale in self.scales
         )
 
-    def _own(self, scale: float, *routing: torch.Tensor, training: bool = True) -> torch.Tensor | str:
-        """The result of a copy of the module for x * scale. routing: its other arguments instead of index and weights,
-        with a row for each token of x"""
+    def _original(self, scale: float, *routing: torch.Tensor, training: bool = True) -> torch.Tensor | str:
+        """The original forward's result on a copy of the module, for x * scale, or why it cannot be run.
+        routing: arguments in place of index and weights, with a row for each of the first tokens"""
         copied = probe.copy_of(self.module, self.parameters, {}, training)
         for name, value in vars(copied).items():
             if type(value) is int and value in self.layout.sizes:
@@ -295,7 +294,7 @@ class _Probe:
         return fused_moe_reference(self.x * scale, *weights, gate_up_bias=up_bias, down_bias=down_bias, **options)
 
     def _options(self) -> Iterator[dict[str, Any]]:
-        """All sets of options that the module's numbers allow, the plainest first."""
+        """All sets of options that the numbers among the module's attributes allow, with fewest options first."""
         fixed: dict[str, Any] = {"is_transposed": True} if self.layout.is_transposed else {}
         if not self.layout.has_gate:
             fixed["has_gate"] = False

@@ -1,7 +1,7 @@
-"""MLPs, gated or with squared ReLU, with projections of any kind.
+"""Recognises MLPs, gated or with squared ReLU, with projections of any class.
 
-A stand-in takes each projection's place: it notes its arguments and returns random numbers. Patched MLPs call the
-projections in the family's own order, so that LoRA's dropout draws the same random numbers.
+In the probe a `_StandIn` replaces each projection: it stores its input and returns random numbers. Patched MLPs call
+the projections in the original order, so that LoRA's dropout draws the same random numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAMES = ("mlp", "ffn", "feedforward", "experts")
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether a module is two or three projections and activations, or is named an MLP or experts."""
+    """Whether a module consists of two or three projections and activations, or has the name of an MLP or experts."""
     if isinstance(module, (nn.ModuleList, nn.Sequential, nn.Linear)):
         return False
     if any(word in type(module).__name__.lower() for word in _NAMES):
@@ -44,17 +44,17 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused | None:
     if module._parameters:
         return Refused("its projections are its own parameters", "swiglu")
     if not projections or (has_others and len(projections) < 2):
-        return None  # a container of MLPs, or a head; its parts are examined separately
+        return None  # a container of MLPs, or a head; its children are probed separately
     inputs = probe.required_inputs(forward)
     if len(inputs) != 1:
         return Refused(f"it takes {' and '.join(inputs) or 'no input'}", "swiglu")
     if has_others or len(projections) not in (2, 3):
         classes = ", ".join(type(child).__name__ for child in children.values())
         return Refused(f"it is not two or three projections around an activation ({classes})", "swiglu")
-    for name, child in children.items():  # a kernel does not call an activation module, so its hooks would not run
+    for name, child in children.items():  # a kernel does not call activation modules, so their hooks would not run
         if _kind(child) in ("act", "dropout") and is_customised(child):
             return Refused(f"{name} has hooks or a forward of its own, which the kernel would not run", "swiglu")
-    return _Probe(module, forward, projections).answer()
+    return _Probe(module, forward, projections).recognise()
 
 
 def _kind(module: nn.Module) -> str:
@@ -71,41 +71,41 @@ def _kind(module: nn.Module) -> str:
     return "other"
 
 
-# -- how a copy is run -----------------------------------------------------------------------------------------------
+# -- running copies --------------------------------------------------------------------------------------------------
 
 
 class _Call(NamedTuple):
-    """One call of a projection: its name, its input, and its stand-in's result."""
+    """One call of a projection: its name, its input, and its stand-in's output."""
 
     name: str
     input: torch.Tensor
-    answer: torch.Tensor
+    output: torch.Tensor
 
 
 class _StandIn:
-    """Replaces a projection: notes its arguments and returns random numbers."""
+    """Replaces a projection: appends its calls to `calls` and returns random numbers."""
 
     def __init__(
         self, name: str, projection: nn.Module, calls: list[_Call], source: torch.Generator, case: "_Case"
     ) -> None:
         self.name, self.projection, self.calls = name, projection, calls
-        self.answer = probe.random(*case.leading, _out_features(projection), source=source) * case.scale
+        self.output = probe.random(*case.leading, _out_features(projection), source=source) * case.scale
         if _has_weight(projection):
             self.weight = torch.empty(0, dtype=case.weight or case.dtype)
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args or kwargs:
             raise TypeError(f"{self.name} is called with more than one argument")
-        answer = self.answer.to(x.dtype).requires_grad_(torch.is_grad_enabled())
-        self.calls.append(_Call(self.name, x, answer))
-        return answer
+        output = self.output.to(x.dtype).requires_grad_(torch.is_grad_enabled())
+        self.calls.append(_Call(self.name, x, output))
+        return output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.projection, name)
 
 
 def _has_weight(module: nn.Module) -> bool:
-    """Whether its `weight` is a tensor, without reading it: that computes a parametrization, and gathers for ZeRO-3."""
+    """Whether `weight` is a tensor. It is not read, as that would compute a parametrization, or gather under ZeRO-3."""
     if module._parameters.get("weight") is not None or module._buffers.get("weight") is not None:
         return True
     return isinstance(inspect.getattr_static(module, "weight", None), (torch.Tensor, property))
@@ -120,9 +120,9 @@ def _out_features(module: nn.Module) -> int:
 
 
 class _Probe:
-    """Runs copies of one MLP and reads its formula from the arguments of its projections.
+    """Runs copies of one MLP and finds its formula from its projections' inputs and outputs.
 
-    multipliers: attributes that are factors of the formula, with their values in the probe
+    multipliers: attributes that may be factors in the formula -> their values in the probe
     """
 
     def __init__(self, module: nn.Module, forward: Callable, projections: dict[str, nn.Module]) -> None:
@@ -132,14 +132,14 @@ class _Probe:
         others = frozenset(list(inspect.signature(forward).parameters)[2:])  # a call with one runs the original
         self.facts = Facts(absent=others, skipped=frozenset(projections), dims=frozenset({2, 3}), dtypes=True)
 
-    def answer(self) -> Match | Refused:
-        """The match or the reason. First, each float that the forward reads gets a distinct value and may be a
-        multiplier in the formula. If nothing matches, the probe runs without multipliers."""
+    def recognise(self) -> Match | Refused:
+        """The match or the reason. At first each float that the forward reads gets a distinct value, and may be a
+        multiplier in the formula. If nothing matches, the probe runs again without multipliers."""
         self.multipliers = {name: 1.25 + 0.5 * i for i, name in enumerate(self.numbers)}
-        result = self._answer() if self.multipliers else None
+        result = self._recognise() if self.multipliers else None
         if not isinstance(result, Match):
             self.multipliers = {}
-            result = self._answer()
+            result = self._recognise()
         rates = [child.p for child in self.module._modules.values() if isinstance(child, nn.Dropout)]
         rates += [value for name, value in self.numbers.items() if "drop" in name]
         dropped = next((rate for rate in rates if rate > 0), None)
@@ -147,7 +147,7 @@ class _Probe:
             return Refused(f"it drops out (p={dropped})", result.kernel)
         return result
 
-    def _answer(self) -> Match | Refused:
+    def _recognise(self) -> Match | Refused:
         y, x, calls = self._run(_Case())
         if isinstance(y, str):
             return Refused(y, "swiglu")
@@ -156,11 +156,11 @@ class _Probe:
         if isinstance(result, Refused):
             return result
         match, formula = result
-        elsewhere = self._elsewhere(formula) or open_branch(self.forward, self.module, self.facts)
-        return Refused(elsewhere, match.kernel) if elsewhere else match
+        reason = self._why_not_general(formula) or open_branch(self.forward, self.module, self.facts)
+        return Refused(reason, match.kernel) if reason else match
 
     def _run(self, case: "_Case") -> tuple[torch.Tensor | str, torch.Tensor, list[_Call]]:
-        """The module's result or why it cannot be run, its input, and the calls of its projections."""
+        """(the module's result or why it cannot be run, its input, the calls of its projections)"""
         source = probe.generator()
         calls: list[_Call] = []
         stand_ins = {name: _StandIn(name, child, calls, source, case) for name, child in self.projections.items()}
@@ -171,18 +171,18 @@ class _Probe:
             copied.__dict__.update(self.multipliers)
             return probe.run(self.forward, copied, x), x, calls
 
-    def _elsewhere(self, formula: "_Formula") -> str:
-        """The first case (eval mode, another shape or dtype, large numbers) where the formula does not hold, or ""."""
+    def _why_not_general(self, formula: "_Formula") -> str:
+        """The first case (eval mode, another shape or dtype, large numbers) in which the formula fails, or ""."""
         for case in _CASES:
             y, _, calls = self._run(case)
             if isinstance(y, str):
                 continue  # the module itself cannot run this case
-            answers = {call.name: call.answer for call in calls}
+            outputs = {call.name: call.output for call in calls}
             activated = next((call.input for call in calls if call.name == formula.down), None)
             tolerance = 1e-5 if case.dtype is torch.float32 else 4 * torch.finfo(case.dtype).eps
-            if activated is None or not probe.agrees(activated, formula.expected(answers), tolerance):
+            if activated is None or not probe.agrees(activated, formula.down_input(outputs), tolerance):
                 return f"it computes something else {case}"
-            if not probe.agrees(y, answers[formula.down] * formula.scale, tolerance):
+            if not probe.agrees(y, outputs[formula.down] * formula.scale, tolerance):
                 return f"it computes something else {case}"
         return ""
 
@@ -197,10 +197,10 @@ class _Probe:
                 dtypes.add(dtype)
         return frozenset(dtypes)
 
-    # -- how the activation is recognised -----------------------------------------------------------------------------
+    # -- finding the formula ------------------------------------------------------------------------------------------
 
     def _formula(self, x: torch.Tensor, y: torch.Tensor, calls: list[_Call]) -> "tuple[Match, _Formula] | Refused":
-        """The match, from the input of the last projection `down`. The others must take x."""
+        """The match and formula. The last projection is `down`; the others must take x."""
         names = [call.name for call in calls]
         if sorted(names) != sorted(set(names)) or set(names) != set(self.projections):
             return Refused(f"it calls its projections as {', '.join(names) or 'nothing'}", "swiglu")
@@ -208,55 +208,55 @@ class _Probe:
         for call in inputs:
             if not probe.is_equal(call.input, x):
                 return Refused(f"{call.name} does not take the module's own input", "swiglu")
-        scale = next((n for n, v in {"": 1.0, **self.multipliers}.items() if probe.agrees(y, down.answer * v)), None)
+        scale = next((n for n, v in {"": 1.0, **self.multipliers}.items() if probe.agrees(y, down.output * v)), None)
         if scale is None:
-            return Refused(f"it goes on after {down.name}", "swiglu")
+            return Refused(f"it computes more after {down.name}", "swiglu")
         result = self._two_inputs(inputs, down, scale) if len(inputs) == 2 else self._one_input(*inputs, down, scale)
         if isinstance(result, Refused):
             return result
-        match, expected = result
-        answers = {call.name: call.answer for call in calls}
-        if not probe.has_same_gradients(expected(answers), down.input, [call.answer for call in inputs], 1e-4):
+        match, down_input = result
+        outputs = {call.name: call.output for call in calls}
+        if not probe.has_same_gradients(down_input(outputs), down.input, [call.output for call in inputs], 1e-4):
             return Refused(f"its gradients are not {match.kernel}'s", match.kernel)
-        return match, _Formula(expected, down.name, self.multipliers.get(scale, 1.0))
+        return match, _Formula(down_input, down.name, self.multipliers.get(scale, 1.0))
 
-    def _two_inputs(self, inputs: list[_Call], down: _Call, scale: str) -> "tuple[Match, _Expected] | Refused":
+    def _two_inputs(self, inputs: list[_Call], down: _Call, scale: str) -> "tuple[Match, _DownInput] | Refused":
         for gate, up in (inputs, inputs[::-1]):
-            if gated := _gated_activation(down.input, gate.answer, up.answer, {"": 1.0, **self.multipliers}):
+            if gated := _gated_activation(down.input, gate.output, up.output, {"": 1.0, **self.multipliers}):
                 break
         else:
-            return Refused(_why_not(down.input, *(call.answer for call in inputs)), "swiglu")
+            return Refused(_why_not(down.input, *(call.output for call in inputs)), "swiglu")
         names = {"gate": gate.name, "up": up.name, "down": down.name}
         scales = {"gate_scale": gated.gate_scale, "out_scale": scale}
         options = {"up_first": up is inputs[0], "cast": self._cast(down.name)}
         replacement = gated_replacement(gated.act, **names, **scales, **options)
         used = frozenset((*names.values(), *scales.values())) - {""}
         match = Match("swiglu" if gated.act == "silu" else "geglu", gated.act, replacement, used=used)
-        return match, lambda answers: gated.reference(answers[gate.name], answers[up.name])
+        return match, lambda outputs: gated.reference(outputs[gate.name], outputs[up.name])
 
-    def _one_input(self, up: _Call, down: _Call, scale: str) -> "tuple[Match, _Expected] | Refused":
+    def _one_input(self, up: _Call, down: _Call, scale: str) -> "tuple[Match, _DownInput] | Refused":
         """act(gate) * up of the two halves of one projection, or max(up(x), 0)^2."""
-        if up.answer.shape[-1] == 2 * down.input.shape[-1]:
+        if up.output.shape[-1] == 2 * down.input.shape[-1]:
             for order in (1, -1):
-                if gated := _gated_activation(down.input, *up.answer.chunk(2, -1)[::order], {"": 1.0}):
+                if gated := _gated_activation(down.input, *up.output.chunk(2, -1)[::order], {"": 1.0}):
                     break
             else:
-                return Refused(_why_not(down.input, *up.answer.chunk(2, -1)), "swiglu")
+                return Refused(_why_not(down.input, *up.output.chunk(2, -1)), "swiglu")
             activation = halves_replacement(gated.act, gate_first=order == 1)
             kernel = "geglu" if gated.act != "silu" else "fused_gate_up_swiglu" if order == 1 else "swiglu"
             words = gated.act if order == 1 else f"{gated.act}, up first"
-            expected = lambda answers: gated.reference(*answers[up.name].chunk(2, -1)[::order])  # noqa: E731
-        elif probe.agrees(relu_squared_reference(up.answer), down.input):
+            down_input = lambda outputs: gated.reference(*outputs[up.name].chunk(2, -1)[::order])  # noqa: E731
+        elif probe.agrees(relu_squared_reference(up.output), down.input):
             kernel, words, squared = "relu_squared", "", functional.liger_relu_squared
             activation = lambda self, x, owned=False: squared(x)  # noqa: E731
-            expected = lambda answers: relu_squared_reference(answers[up.name])  # noqa: E731
+            down_input = lambda outputs: relu_squared_reference(outputs[up.name])  # noqa: E731
         else:
-            plain = next((name for name, act in _ONE_LAUNCH.items() if probe.agrees(act(up.answer), down.input)), None)
+            plain = next((name for name, act in _ONE_LAUNCH.items() if probe.agrees(act(up.output), down.input)), None)
             why = f": torch's {plain} is one launch already" if plain else ", and no kernel"
             return Refused(f"its activation has no gate{why}", "swiglu")
         replacement = one_projection_replacement(activation, up.name, down.name, scale, self._cast(down.name))
         used = frozenset((up.name, down.name, scale)) - {""}
-        return Match(kernel, words, replacement, used=used), expected
+        return Match(kernel, words, replacement, used=used), down_input
 
 
 _ONE_LAUNCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -265,24 +265,23 @@ _ONE_LAUNCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": nn.functional.silu,
     "relu": nn.functional.relu,
 }
-"""Activations without a gate, for which torch too reads and writes each element once."""
+"""Activations without a gate, for which torch's kernel reads and writes each element only once as well."""
 
-_Expected = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-"""Projections' results by name -> the input of the last projection."""
+_DownInput = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+"""Function of {projection: output} that returns the input of the last projection."""
 
 
 class _Formula(NamedTuple):
-    """`expected` computes the input of projection `down` from the other projections' results; the module's result is
-    `scale` times down's result."""
+    """The formula of an MLP: `down_input` returns the input of projection `down`; the result is its output * scale."""
 
-    expected: _Expected
+    down_input: _DownInput
     down: str
     scale: float
 
 
 class _Case(NamedTuple):
-    """One run: the shape of x without its width, its dtype, the mode, the dtype of the projections' weights (None: that
-    of x), and a factor of their results."""
+    """One run. leading: dimensions of x before the last; dtype: of x; weight: dtype of the projections' weights (None:
+    of x); scale: factor of their outputs"""
 
     leading: tuple[int, ...] = probe.BATCH
     dtype: torch.dtype = torch.float32
@@ -308,14 +307,14 @@ _CASES = tuple(
         (probe.BATCH, torch.float16, 1.0),
     )
 )
-"""Cases that must have the same formula as the first run."""
+"""Cases in which the formula must hold too."""
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8)
 
 
 class _Gated(NamedTuple):
-    """act(gate_scale * gate) * up. act: silu, gelu_tanh or gelu; gate_scale: the multiplier's name, or empty.
+    """act(gate_scale * gate) * up. act: silu, gelu_tanh or gelu; gate_scale: the multiplier's name, or ""
 
-    reference: the same of (gate, up), with the multiplier's value in the probe
+    reference: function of (gate, up) that computes it, with the multiplier's value in the probe
     """
 
     act: str
@@ -326,7 +325,7 @@ class _Gated(NamedTuple):
 def _gated_activation(
     expected: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, multipliers: dict[str, float]
 ) -> _Gated | None:
-    """The gated activation with the result `expected` for (gate, up) in fp32. Only silu's kernel takes a multiplier."""
+    """The gated activation that gives `expected` for (gate, up). Only silu's kernel has a multiplier."""
     kinds = [("silu", name, functools.partial(swiglu_reference, gate_multiplier=n)) for name, n in multipliers.items()]
     kinds += [("gelu_tanh", "", functools.partial(geglu_reference, approximate="tanh"))]
     kinds += [("gelu", "", functools.partial(geglu_reference, approximate="none"))]
@@ -336,8 +335,8 @@ def _gated_activation(
     return None
 
 
-def _why_not(expected: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> str:
-    for gate, up in ((one, other), (other, one)):
+def _why_not(expected: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> str:
+    for gate, up in ((first, second), (second, first)):
         for name, activation in (("relu", torch.relu), ("sigmoid", torch.sigmoid)):
             if expected.shape == up.shape and probe.agrees(activation(gate) * up, expected):
                 return f"it is gated by {name}: no kernel"

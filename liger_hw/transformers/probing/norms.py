@@ -1,4 +1,4 @@
-"""Norms: RMSNorm with its offset, casting mode and epsilon, gated RMSNorm, and LayerNorm."""
+"""Recognises norms: RMSNorm with its offset, casting mode and epsilon, gated RMSNorm, and LayerNorm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OTHER_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNo
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether a module has no children, and "norm" in the name of its class or of a base class."""
+    """Whether a module has no children, and its class or a base class has "norm" in its name."""
     if isinstance(module, _OTHER_NORMS) or module._modules:
         return False
     return any("norm" in base.__name__.lower() for base in type(module).__mro__ if base.__name__ != "PreTrainedModel")
@@ -40,7 +40,7 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
         return Refused(f"it takes {' and '.join(named) or 'no input'}", kind)
     if module._buffers:
         return Refused(f"it keeps buffers ({', '.join(module._buffers)})", kind)
-    if lost := probe.lost_weights(module):
+    if lost := probe.why_unknown_shapes(module):
         return Refused(lost, kind)
     shapes = {name: shape for name, shape in owners.parameter_shapes(module).items() if shape is not None}
     if len(shapes) > 2 or any(len(shape) != 1 or not shape[0] for shape in shapes.values()):
@@ -48,8 +48,8 @@ def recognise(module: nn.Module, forward: Callable) -> Match | Refused:
     if gated_norm and not shapes:
         return Refused("it has a gate and no weight", kind)
     if gated_norm:
-        return _GatedProbe(module, forward, shapes).answer("gated_rms_norm")
-    return _Probe(module, forward, shapes).answer(kind)
+        return _GatedProbe(module, forward, shapes).recognise("gated_rms_norm")
+    return _Probe(module, forward, shapes).recognise(kind)
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class _Variant:
 
 @dataclass(frozen=True)
 class _Groups:
-    """How many columns are normalised together: all if `name` is empty, else the module's attribute `name`, which is
-    the number of columns in a group or, with `count`, of groups."""
+    """The groups of columns that are normalised together. name: the attribute with the number of columns in a group, or
+    with `count` the number of groups; "": one group of all columns"""
 
     name: str = ""
     count: bool = False
@@ -103,7 +103,7 @@ class _Groups:
 
 @dataclass(frozen=True)
 class _GatedVariant:
-    """A gated norm to try, of (x, gate)."""
+    """A gated norm, a function of (x, gate), to compare with the module."""
 
     weight: str
     activation: str
@@ -128,23 +128,23 @@ class _GatedVariant:
         return Match(self.kernel, words, replacement, used=used, inputs=2, ready=ready)
 
 
-# -- running copies of the module to recognise its variant ------------------------------------------------------------
+# -- running copies --------------------------------------------------------------------------------------------------
 
 _LOW, _HIGH = torch.bfloat16, torch.float32
 _PROBE_EPS = 0.25
-"""Replaces the module's epsilon: large relative to the variance, so that a wrong epsilon cannot agree."""
-_SMALL = 2e-3
-"""Scale of the inputs if epsilon is a constant in the code: their variance is then small beside it."""
+"""Replaces the module's epsilon. It is so large, relative to the variance, that a wrong epsilon cannot agree."""
+_SMALL_SCALE = 2e-3
+"""Scale of the inputs if epsilon is a constant in the code: their variance is then small relative to it."""
 _MISMATCHES = 0.02
 """Share of low-precision results that may differ by one rounding, since references sum in another order."""
 _WIDTH = 64
-"""Width of the probe's input, if the module has neither a weight nor an attribute for it."""
+"""Width of inputs for a module that has neither a weight nor an attribute of its width."""
 _OTHER_BATCHES = ((1, 1), (1, 67), (5,))
-"""Further leading dimensions of inputs, for which a norm must agree too."""
+"""Leading dimensions of further inputs, for which the results must agree too."""
 
 
 class _Probe:
-    """Runs copies of one module with random weights and a large epsilon, beside the kernels' references."""
+    """Compares copies of one module, with random weights and a large epsilon, with the kernels' references."""
 
     facts = Facts(in_autocast=True, dims=frozenset({2, 3}))
 
@@ -155,12 +155,12 @@ class _Probe:
         width = next(iter(shapes.values()))[0] if shapes else _width_of(module)
         self.x = probe.random(*probe.BATCH, width, source=source)
         self.others = [probe.random(*leading, width, source=source) for leading in _OTHER_BATCHES]
-        self.more = self._more_of(self.x)
+        self.gates = self._gates_for(self.x)
         self.training = True
         self.eps: str | float = ""
 
-    def answer(self, kind: str) -> Match | Refused:
-        """The first epsilon and variant that agree in fp32, if their rounding and gradients agree too."""
+    def recognise(self, kind: str) -> Match | Refused:
+        """The match of the first epsilon and variant that agree in fp32, or why none agrees in everything."""
         epsilons = self._epsilons()
         reason = "" if epsilons else "it has no epsilon of its own; make it with one (eps=1e-6)"
         for eps in epsilons:
@@ -174,12 +174,12 @@ class _Probe:
                     return self._with_casting_mode(variant)
         return Refused(reason or "it computes neither an RMSNorm nor a LayerNorm", kind)
 
-    def _more_of(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The norm's inputs after x."""
+    def _gates_for(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The norm's inputs after x: none, or one gate."""
         return ()
 
     def _epsilons(self) -> list[str | float]:
-        """Candidates for epsilon: attributes that the forward reads, and small numbers in its code."""
+        """Candidates for epsilon: names of attributes that the forward reads, and small numbers in its code."""
         attributes = probe.numbers_read(self.module, self.forward, float)
         code = getattr(self.forward, "__code__", None)
         constants = code.co_consts if code is not None else ()
@@ -197,50 +197,50 @@ class _Probe:
     def _with_casting_mode(self, variant: _Variant) -> Match | Refused:
         """The match of a variant that agrees in fp32, with a casting mode that rounds as the module does in bf16.
 
-        A mode that also agrees for fp32 weights with bf16 inputs is preferred. Without one, the match takes only inputs
-        in the weight's dtype.
+        A mode that also agrees for fp32 weights with bf16 inputs is preferred. If there is none, the match takes only
+        inputs in the weight's dtype.
         """
         kernel = variant.kernel
-        good = [mode for mode in variant.modes if self._rounds_alike(variant, mode, _LOW)]
-        if not good:
+        modes = [mode for mode in variant.modes if self._rounds_alike(variant, mode, _LOW)]
+        if not modes:
             return Refused(f"it rounds in bf16 unlike {kernel} in any casting mode", kernel)
         if not self._has_same_gradients(variant):
             return Refused(f"its gradients are not {kernel}'s", kernel)
-        mixed = [mode for mode in good if not self.weights or self._rounds_alike(variant, mode, _HIGH)]
-        mode = (mixed or good)[0]
-        elsewhere = self._elsewhere(variant, mode)
+        mixed = [mode for mode in modes if not self.weights or self._rounds_alike(variant, mode, _HIGH)]
+        mode = (mixed or modes)[0]
+        reason = self._why_not_general(variant, mode)
         with probe.autocast():
             in_autocast = self._original(_HIGH, _HIGH)
-        elsewhere = elsewhere or open_branch(self.forward, self.module, self.facts)
-        if elsewhere:
-            return Refused(elsewhere, kernel)
+        reason = reason or open_branch(self.forward, self.module, self.facts)
+        if reason:
+            return Refused(reason, kernel)
         outside = isinstance(in_autocast, str) or not probe.agrees(
             self._reference(variant, mode, _HIGH, _HIGH), in_autocast
         )
         return variant.match(self.eps, mode, one_dtype=not mixed, outside_autocast=outside)
 
-    def _elsewhere(self, variant: _Variant, mode: str) -> str:
-        """The first case (another shape, large numbers, eval mode, fp16) where the variant differs, or ""."""
-        first, large = self.x, probe.LARGE if isinstance(self.eps, str) else probe.LARGE / _SMALL
+    def _why_not_general(self, variant: _Variant, mode: str) -> str:
+        """The first case (another shape, large numbers, eval mode, fp16) in which the variant differs, or ""."""
+        first, large = self.x, probe.LARGE if isinstance(self.eps, str) else probe.LARGE / _SMALL_SCALE
         cases = [*((x, 1.0, "") for x in (first, *self.others)), (first, large, f" of about {probe.LARGE:g}")]
         for training in (True, False):
             self.training, when = training, "training" if training else "eval mode"
             for x, scale, words in cases:
-                self.x, self.more = x * scale, tuple(t * scale for t in self._more_of(x))
+                self.x, self.gates = x * scale, tuple(t * scale for t in self._gates_for(x))
                 expected = self._original(_HIGH, _HIGH)
                 result = self._reference(variant, mode, _HIGH, _HIGH)
                 if isinstance(expected, torch.Tensor) and not probe.agrees(result, expected):
                     return f"of {list(x.shape)}{words} in {when} it is no {variant.kernel}"
-            self.x, self.more = first, self._more_of(first)
+            self.x, self.gates = first, self._gates_for(first)
             for dtype in (_LOW, torch.float16):
                 if not self._rounds_alike(variant, mode, dtype, dtype):
                     return f"in {dtype} in {when} it is no {variant.kernel}"
         return ""
 
     def _rounds_alike(self, variant: _Variant, mode: str, w_dtype: torch.dtype, x_dtype: torch.dtype = _LOW) -> bool:
-        """Whether module and reference differ in few elements and by one rounding at most in these dtypes."""
+        """Whether module and reference differ in few elements, and these by one rounding at most, in these dtypes."""
         expected = self._original(x_dtype, w_dtype)
-        if isinstance(expected, str):  # torch's norms refuse mixed dtypes, so the kernel may too
+        if isinstance(expected, str):  # a module may refuse mixed dtypes, as torch's norms do
             return w_dtype is not x_dtype
         result = self._reference(variant, mode, x_dtype, w_dtype)
         if isinstance(result, str) or result.dtype != expected.dtype or result.shape != expected.shape:
@@ -255,7 +255,7 @@ class _Probe:
     def _has_same_gradients(self, variant: _Variant) -> bool:
         with torch.enable_grad():
             weights = {n: None if w is None else w.clone().requires_grad_() for n, w in self._cast(_HIGH).items()}
-            x, *more = (t.clone().requires_grad_() for t in (self._input(), *self.more))
+            x, *more = (t.clone().requires_grad_() for t in (self._input(), *self.gates))
             expected = self.forward(self._copy(weights), x, *more)
             result = variant.reference(x, weights, self._epsilon(), "llama", *more)
         leaves = [x, *more, *(w for w in weights.values() if w is not None)]
@@ -264,13 +264,13 @@ class _Probe:
     # -- one run -----------------------------------------------------------------------------------------------------
 
     def _original(self, x_dtype: torch.dtype, w_dtype: torch.dtype) -> torch.Tensor | str:
-        inputs = (t.to(x_dtype) for t in (self._input(), *self.more))
+        inputs = (t.to(x_dtype) for t in (self._input(), *self.gates))
         return probe.run(self.forward, self._copy(self._cast(w_dtype)), *inputs)
 
     def _reference(
         self, variant: _Variant, mode: str, x_dtype: torch.dtype, w_dtype: torch.dtype
     ) -> torch.Tensor | str:
-        x, *more = (t.to(x_dtype) for t in (self._input(), *self.more))
+        x, *more = (t.to(x_dtype) for t in (self._input(), *self.gates))
         return probe.run(variant.reference, x, self._cast(w_dtype), self._epsilon(), mode, *more)
 
     def _copy(self, weights: dict[str, torch.Tensor | None]) -> nn.Module:
@@ -284,18 +284,18 @@ class _Probe:
         return absent | {name: w.to(dtype) for name, w in self.weights.items()}
 
     def _input(self) -> torch.Tensor:
-        return self.x if isinstance(self.eps, str) else self.x * _SMALL
+        return self.x if isinstance(self.eps, str) else self.x * _SMALL_SCALE
 
     def _epsilon(self) -> float:
         return _PROBE_EPS if isinstance(self.eps, str) else self.eps
 
 
 class _GatedProbe(_Probe):
-    """`_Probe` for a norm that takes a gate. Calls without a gate run the module's own forward."""
+    """`_Probe` for a norm that takes a gate. Calls without a gate run the original forward."""
 
     facts = _Probe.facts._replace(present=frozenset({"gate"}))
 
-    def _more_of(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _gates_for(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (probe.random(*x.shape, source=probe.generator().manual_seed(1)),)
 
     def _variants(self) -> Iterator[_GatedVariant]:

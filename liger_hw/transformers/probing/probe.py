@@ -1,6 +1,6 @@
-"""How a module is probed: a copy of it is run on small random inputs, and its results are compared with a kernel's.
+"""Helpers of probes, which run a copy of a module on small random inputs and compare its results with a kernel's.
 
-Everything runs on the CPU. No random state, module or hook outside is changed.
+Everything runs on the CPU. The program's modules, hooks and random state are not changed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..source import EVERYTHING, reads
 BATCH = (2, 3)
 """Leading dimensions of the probes' inputs."""
 LARGE = 1e4
-"""Size of numbers that exceed any limit, such as a clamp's, in a module's code."""
+"""Scale of numbers that exceed all limits, such as those of clamps, in a module's code."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a module keeps its own forward. kernel: the kind of op that it would have taken."""
+    """Why a module is not patched. kernel: the op for modules of its kind"""
 
     reason: str
     kernel: str
@@ -37,9 +37,9 @@ class Refused:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """A block on the CPU without gradients and autocast, which leaves the random state as it is. Its tensors are real
-    ones that autograd can use, even in inference mode or torch's fake tensor mode. Its saved tensors are hidden from
-    other hooks: checkpointing counts what a forward saves, and experts may be probed at their first call."""
+    """A block on the CPU without gradients and autocast, which does not change the random state. Inference mode and
+    fake tensor mode are off in it. Other saved-tensor hooks do not get its tensors: experts may be probed in a forward
+    under a checkpoint, which counts the saved tensors."""
     with contextlib.ExitStack() as stack:
         if n_dispatch_modes():
             from torch.utils._python_dispatch import _disable_current_modes
@@ -54,7 +54,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast() -> Iterator[None]:
-    """Autocast to bf16 on the CPU and, in name, on CUDA, for which `torch.is_autocast_enabled()` asks by default."""
+    """Autocast to bf16 on the CPU. CUDA's flags are set too, since `torch.is_autocast_enabled()` reads these."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     try:
         torch.set_autocast_enabled("cuda", True)
@@ -74,12 +74,12 @@ def generator() -> torch.Generator:
 
 
 def normal(*shape: int, source: torch.Generator) -> torch.Tensor:
-    """Normal numbers in fp32, whatever the default dtype, which from_pretrained(dtype=...) changes while it runs."""
+    """Normal numbers in fp32. The default dtype may be another one during from_pretrained(dtype=...)."""
     return torch.randn(*shape, generator=source, dtype=torch.float32)
 
 
 def random(*shape: int, source: torch.Generator) -> torch.Tensor:
-    """Normal numbers with another mean than 0 and spread than 1, so that a missing shift or scale shows."""
+    """Numbers with a mean other than 0 and a deviation other than 1, so that a missing shift or scale shows."""
     return normal(*shape, source=source) * 1.7 + 0.3
 
 
@@ -87,22 +87,22 @@ def random(*shape: int, source: torch.Generator) -> torch.Tensor:
 
 
 def required_inputs(forward: Callable) -> list[str]:
-    """Names of the arguments after self without a default."""
+    """Names of a forward's positional arguments without a default, after self."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return [p.name for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
 
 
 def numbers_read(module: nn.Module, forward: Callable, *kinds: type) -> dict[str, Any]:
-    """Name -> value of a module's attributes of exactly these types that its forward may read."""
+    """Name -> value of the module's attributes that its forward may read and whose type is one of `kinds`."""
     names = reads(type(module), forward)
     return {n: v for n, v in vars(module).items() if type(v) in kinds and (n in names or EVERYTHING in names)}
 
 
-def lost_weights(module: nn.Module) -> str:
-    """Why a module's weights cannot be probed under FSDP1, or ""."""
-    lost = " and ".join(owners.unknown_flattened(module))
-    return f"FSDP1 holds its {lost}: patch the model before it is wrapped, or pass the wrapper itself" if lost else ""
+def why_unknown_shapes(module: nn.Module) -> str:
+    """Why the shapes of a module's weights are not known under FSDP1, or ""."""
+    names = " and ".join(owners.unknown_flattened(module))
+    return f"FSDP1 holds its {names}: patch the model before it is wrapped, or pass the wrapper itself" if names else ""
 
 
 def copy_of(
@@ -110,7 +110,7 @@ def copy_of(
 ) -> nn.Module:
     """A module of the same class and attributes, with other parameters, in training or eval mode and without hooks.
 
-    children: replacements of its children; others are copied in the same way
+    children: replacements of some of its children; others are copied
     """
     copied = object.__new__(type(module))
     nn.Module.__init__(copied)
@@ -135,12 +135,12 @@ _CONTAINERS = (list, dict, set, collections.deque)
 
 
 def run(function: Callable, *args: Any) -> torch.Tensor | str:
-    """function(*args), where args[0] may be a module; or why it cannot be probed. A forward that changes its module (a
-    counter, its last activations) does more than any kernel."""
+    """`function(*args)`, or why it cannot be probed. If args[0] is a module, its attributes (a counter, say) must not
+    change, as no kernel would change them."""
     before = _attributes(args[0])
     try:
         result = function(*args)
-    except Exception as error:  # any error of another program's forward means: not recognised
+    except Exception as error:  # code of other packages may raise anything
         return f"it cannot be run alone ({first_line(error)})"
     after = _attributes(args[0])
     changed = next((name for name in after if not _is_same(before.get(name), after[name])), None)
@@ -150,7 +150,7 @@ def run(function: Callable, *args: Any) -> torch.Tensor | str:
 
 
 def _attributes(module: Any) -> dict[str, tuple[Any, ...]]:
-    """Attribute of a module or of one of its children -> its values, and the versions of tensors among them."""
+    """Attribute of a module or of a child -> its values, and the versions of tensors among these."""
     states: dict[str, tuple[Any, ...]] = {}
     parts = {"": module, **module._modules} if isinstance(module, nn.Module) else {}
     for part, each in parts.items():
@@ -172,7 +172,7 @@ def _is_same(before: tuple[Any, ...] | None, after: tuple[Any, ...]) -> bool:
 
 
 def agrees(result: Any, expected: torch.Tensor, tolerance: float = 1e-5) -> bool:
-    """Whether two results have the same shape and dtype and differ by rounding only."""
+    """Whether two results have the same shape and dtype and differ only by rounding."""
     if not isinstance(result, torch.Tensor) or result.shape != expected.shape or result.dtype != expected.dtype:
         return False
     scale = expected.abs().max().clamp(min=1e-3)
@@ -186,12 +186,12 @@ def is_equal(result: torch.Tensor, expected: torch.Tensor) -> bool:
 def has_same_gradients(
     result: torch.Tensor, expected: torch.Tensor, leaves: list[torch.Tensor], tolerance: float
 ) -> bool:
-    """Whether both results give every leaf the same gradient."""
+    """Whether every leaf gets the same gradient from both results."""
     if not expected.requires_grad:
         return False
     direction = expected.detach().cos()
     with torch.enable_grad():
-        theirs, ours = (
+        right, grads = (
             torch.autograd.grad((y * direction).sum(), leaves, allow_unused=True) for y in (expected, result)
         )
-    return all(a is not None and b is not None and agrees(b, a, tolerance) for a, b in zip(theirs, ours))
+    return all(a is not None and b is not None and agrees(b, a, tolerance) for a, b in zip(right, grads))

@@ -1,4 +1,4 @@
-"""Rotary functions such as `apply_rotary_pos_emb(q, k, cos, sin, ...)`."""
+"""Recognises rotary functions such as `apply_rotary_pos_emb(q, k, cos, sin, ...)`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .probe import Refused
 
 
 def functions_called(forward: Callable) -> dict[str, Callable]:
-    """Name -> rotary function that an attention's forward calls by that global name."""
+    """Global name -> rotary function that an attention's forward calls by this name."""
     functions: dict[str, Callable] = {}
     item: Any = forward
     while item is not None:
@@ -38,21 +38,21 @@ def functions_called(forward: Callable) -> dict[str, Callable]:
 
 
 def plain_function(value: Any) -> types.FunctionType | None:
-    """`value` if it is a function, or the function inside a module that the kernels package made of it: with that
-    package, the rotary functions of transformers 5 are modules. Else None, as for a module with another forward."""
+    """`value` if it is a function, or the function that Hugging Face's kernels package has wrapped in a module, as it
+    does with rotary functions of transformers 5; else, or if that module's forward was replaced, None."""
     cls = type(value)
     if hasattr(cls, "kernel_layer_name") and "forward" not in vars(value):
         value = inspect.getclosurevars(cls.forward).nonlocals.get("func")
     return value if isinstance(value, types.FunctionType) else None
 
 
-# -- how the variant is recognised ------------------------------------------------------------------------------------
+# -- comparing with kernels ------------------------------------------------------------------------------------------
 
 
 class _Kernel(NamedTuple):
     """A kernel that may compute the same as a rotary function.
 
-    make: makes the replacement; options: keywords of the reference beside the probe's inputs
+    make: function of the original that returns its replacement; options: further keywords of the reference
     """
 
     op: str
@@ -63,9 +63,9 @@ class _Kernel(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """Rotary functions with the same arguments. takes: whether arguments of these names are they; inputs: to try"""
+    """Rotary functions with the same arguments. has_names: whether argument names are theirs; inputs: of each probe"""
 
-    takes: Callable[[list[str]], bool]
+    has_names: Callable[[list[str]], bool]
     inputs: list[dict[str, Any]]
     kernels: list[_Kernel]
 
@@ -76,7 +76,7 @@ def recognise(function: Callable) -> Match | Refused:
     if "k" in parameters and parameters["k"].default is not inspect.Parameter.empty:
         return Refused("it may be called without k", "rope")
     with probe.quiet():
-        forms = [form for form in _forms() if form.takes(names)]
+        forms = [form for form in _forms() if form.has_names(names)]
         if not forms:
             return Refused(f"it takes ({', '.join(names)}): no kernel does", "rope")
         for form in forms:
@@ -86,14 +86,14 @@ def recognise(function: Callable) -> Match | Refused:
             for kernel in form.kernels if ran else ():
                 if all(_is_same(expected[i], _outcome(kernel.reference, inputs[i], kernel.options)) for i in ran):
                     absent = frozenset(names) - set(inputs[0])
-                    if elsewhere := open_branch(function, None, Facts(frozenset(inputs[0]), absent)):
-                        return Refused(elsewhere, "rope")
+                    if reason := open_branch(function, None, Facts(frozenset(inputs[0]), absent)):
+                        return Refused(reason, "rope")
                     return Match(kernel.op, kernel.variant, kernel.make(function))
     return Refused("it turns other pairs, or in another order, than any kernel", "rope")
 
 
 def _outcome(function: Callable, arguments: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
-    """q and k rotated; None if the function does not take these inputs."""
+    """The rotated q and k, or None if the function does not take these inputs."""
     positional = [value for name, value in arguments.items() if name != "unsqueeze_dim"]
     named = {name: value for name, value in arguments.items() if name == "unsqueeze_dim"}
     try:
@@ -106,20 +106,20 @@ def _is_same(expected: tuple[torch.Tensor, ...], result: tuple[torch.Tensor, ...
     return result is not None and len(expected) == len(result) and all(map(probe.agrees, result, expected))
 
 
-# -- forms: the probes' inputs, and the kernels ----------------------------------------------------------------------
+# -- forms -----------------------------------------------------------------------------------------------------------
 
 _WIDTH, _TOKENS = 16, 5
 _QK = ["q", "k", "cos", "sin"]
 
 
 def _heads(source: torch.Generator, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """q with 4 heads and k with 2; heads are dimension `axis` of 4."""
+    """q with 4 heads and k with 2. axis: the dimension of heads, 1 or 2"""
     shapes = [(2, heads, _TOKENS, _WIDTH) if axis == 1 else (2, _TOKENS, heads, _WIDTH) for heads in (4, 2)]
     return tuple(probe.normal(*shape, source=source) for shape in shapes)
 
 
 def _angles(source: torch.Generator, *shape: int, equal: bool = False) -> tuple[torch.Tensor, ...]:
-    """Random numbers for cos and sin; equal: with two equal halves."""
+    """Random numbers in place of cos and sin. equal: whether both halves are the same"""
     tables = tuple(probe.normal(*shape, source=source) for _ in range(2))
     return tuple(torch.cat((t[..., : shape[-1] // 2],) * 2, -1) for t in tables) if equal else tables
 
@@ -127,7 +127,7 @@ def _angles(source: torch.Generator, *shape: int, equal: bool = False) -> tuple[
 def _q_and_k_form() -> _Form:
     """Functions of (q, k, cos, sin, [position_ids], unsqueeze_dim)."""
 
-    def takes(names: list[str]) -> bool:
+    def has_names(names: list[str]) -> bool:
         return (
             names[:4] == _QK and names[-1] == "unsqueeze_dim" and not set(names[4:]) - {"position_ids", "unsqueeze_dim"}
         )
@@ -156,7 +156,7 @@ def _q_and_k_form() -> _Form:
         pairs("one angle a pair", Form(True, True, SHARED), shared_halves=True),
         pairs("one angle a pair, taken apart", apart, shared_halves=True, to_halves=True),
     ]
-    return _Form(takes, cases, kernels)
+    return _Form(has_names, cases, kernels)
 
 
 def _patches_form() -> _Form:
@@ -196,8 +196,8 @@ def _complex_form(tokens_axis: int, tower: bool = False) -> _Form:
 
     words = "" if tokens_axis == 1 else "heads first"
     kernel = _Kernel("llama4_rope", words, reference, functools.partial(complex_angles, tokens_axis))
-    takes = lambda names: len(names) == 3 and names[0] != "x"  # noqa: E731
-    return _Form(takes, [{"q": q, "k": k, "angles": angles}], [kernel])
+    has_names = lambda names: len(names) == 3 and names[0] != "x"  # noqa: E731
+    return _Form(has_names, [{"q": q, "k": k, "angles": angles}], [kernel])
 
 
 def _forms() -> tuple[_Form, ...]:
