@@ -92,7 +92,7 @@ class _Call:
         return self.local(w, (Replicate(),) * self.mesh.ndim, tuple(Partial() if type(p) is Shard else p for p in rows))
 
     def whole(self, part: torch.Tensor, placements: Placements, shape: Sequence[int] | None = None) -> DTensor:
-        """The DTensor of which `part` is this rank's part. shape: of the DTensor, needed if parts differ in size"""
+        """A DTensor with `part` as this rank's part. shape: the DTensor's, needed if parts differ in size"""
         if shape is None:
             return DTensor.from_local(part, self.mesh, placements, run_check=False)
         stride = torch.empty(shape, device="meta").stride()

@@ -32,7 +32,7 @@ class Access:
     """How the loss reads an output head's weight.
 
     linear: the `nn.Linear` that has the weight
-    caller: the module whose call gathers the weight and calls `linear`'s forward, in place of which the loss then runs;
+    caller: the module whose call gathers the weight; the loss then runs in place of `linear`'s forward in that call.
     None if the weight is always whole
     slot: the attribute of `linear` that holds this forward
     mesh: the DeviceMesh over whose ranks the vocabulary is split; None for a whole weight

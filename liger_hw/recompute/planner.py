@@ -53,7 +53,7 @@ WORKSPACE = 100 << 20
 """Bytes of matrix multiplication workspaces and small tensors."""
 ATTENTIONS = ("eager", "masked", "flash")
 ADAPTERS = ("fp32", "autocast", "model")
-"""Dtype of LoRA adapters: fp32 beside a bf16 model, as PEFT loads them; fp32 under autocast, which copies each linear's
+"""Dtype of LoRA adapters: fp32 in a bf16 model, as PEFT loads them; fp32 under autocast, which casts each linear's
 input to fp32 and back; the model's dtype (`autocast_adapter_dtype=False`)."""
 FP32_ADAPTERS = ADAPTERS[:2]
 STATE_BYTES = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
@@ -208,7 +208,7 @@ class Planner:
         if model.experts and not model.top_k:
             raise ValueError(f"{model.name}: the config does not say how many of {model.experts} experts a token takes")
         if model.experts and assumptions.float8:
-            raise ValueError(f"{model.name}: liger_hw.float8 leaves experts in bf16, which the planner does not know")
+            raise ValueError(f"{model.name}: the planner does not model experts in bf16 with liger_hw.float8")
         if model.heads % (devices := assumptions.sequence):
             raise ValueError(f"{model.name}: {devices} devices cannot share its {model.heads} heads evenly (Ulysses)")
         self.model, self.batch, self.seq, self.assumptions = model, batch, seq, assumptions

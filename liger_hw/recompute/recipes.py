@@ -1,9 +1,9 @@
 """Recipes: in backward, compute tensors again that autograd would have saved.
 
-In its forward an op calls `offer` to tell how its output is computed again from tensors that are saved anyway. In an
-open `Scope`, saved-tensor hooks save a `Handle` in place of each tensor that has a recipe. A recipe also covers views
-of the output and autocast's copies of it. In backward it calls the same operator on the same inputs under the same
-autocast state, so gradients are bit-identical.
+In its forward an op attaches a recipe to its output (`offer`): how it is computed again from tensors that are saved
+anyway. In an open `Scope`, saved-tensor hooks save a `Handle` in place of each tensor that has a recipe. A recipe also
+covers views of the output and autocast's copies of it. In backward it calls the same operator on the same inputs under
+the same autocast state, so gradients are bit-identical.
 
     x --rms_norm--> y --linear--> q        y's recipe is rms_norm(x, w); q, k and v each save a handle on it.
                       --linear--> k        The first whose backward runs computes y, the last releases it.
@@ -241,7 +241,7 @@ class Recipe:
         return True
 
     def value_of(self, handle: "Handle") -> torch.Tensor:
-        """The tensor that a handle stands for."""
+        """The tensor in whose place the handle was saved, bit for bit."""
         on_cpu = self.device.type == "cpu"
         stream = None if on_cpu else torch.get_device_module(self.device).current_stream(self.device)
         value = self.value
@@ -332,7 +332,7 @@ class _Input:
 
 
 _PACKED = (Handle, _Input)
-"""Types that stand for tensors among a recipe's arguments."""
+"""Types of a recipe's arguments that were tensors."""
 
 # -- whether a module can be run again with the same bits ------------------------------------------------------------
 

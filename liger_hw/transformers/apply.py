@@ -72,9 +72,9 @@ def patch(
 ) -> PatchReport:
     """Run a model's modules on liger_hw's kernels wherever a kernel computes the same.
 
-    model: a live `torch.nn.Module` (also wrapped by PEFT, DDP, FSDP or torch.compile), of which only this one is
-    patched; or a transformers model class, whose family's classes are patched, for models made before or after this
-    call (experts: only after it)
+    model: a live `torch.nn.Module` (also wrapped by PEFT, DDP, FSDP or torch.compile): no other model is patched. Or a
+    transformers model class: the classes of its family are patched, for models made before or after this call (experts:
+    only after it)
     rope, rms_norm, layer_norm, swiglu, geglu, relu_squared, experts, short_conv: which parts may be patched. Each is
     recognised by running it and the kernels' references on small random inputs. A part that agrees with no kernel is
     not changed, and the report has the reason. short_conv: linear attention before its scan, and LFM2's convolution
@@ -163,7 +163,7 @@ def _family_function(spec: FamilySpec) -> Callable[..., PatchReport]:
 
     {parts}: which parts; see `liger_hw.patch`
     model: None or a class of the family: the classes in transformers are patched, for models made before or after this
-    call. A live model (also wrapped by PEFT, DDP, FSDP or torch.compile): only this one is patched.
+    call. A live model (also wrapped by PEFT, DDP, FSDP or torch.compile): no other model is patched.
     experts: whether mixtures of experts are patched; None: True, unless an MLP keyword is passed as False
     activations: see `liger_hw.patch`
 
@@ -251,7 +251,7 @@ def unwrapped(model: Any) -> Any:
 
 
 class NoSample(Exception):
-    """No model of a class could be made; the message says why."""
+    """No model of a class could be made. The message has the reason."""
 
 
 def sample(cls: type) -> Any:

@@ -136,7 +136,7 @@ class DeferredLogits:
         formula, hidden = {**self._formula(), **changed}, of_hidden(self._hidden)
         derived = DeferredLogits(self._head, hidden, self._surroundings, **formula, parent=self, replay=replay)
         derived._is_detached = self._is_detached
-        if not self._is_detached:  # those of an OutputLogits, which keeps such a list itself
+        if not self._is_detached:  # an OutputLogits, whose logits are detached, has a list of its own
             self._derived.append((lambda: derived) if torch.compiler.is_compiling() else weakref.ref(derived))
         return derived
 

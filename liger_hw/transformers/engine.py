@@ -411,8 +411,8 @@ class _ClassPatcher(_Patcher):
         self.change(part, where, match.kernel, Patch(cls, "forward", forward), " or ".join(filter(None, words)))
 
     def _choose_by_default(self) -> None:
-        """Make liger_hw the default implementation of experts in new models. An existing model's config does not tell
-        whether the program chose its implementation, so it is not changed."""
+        """Make liger_hw the default implementation of experts in new models. Existing models are not changed, as the
+        program may have chosen the implementation in their config."""
         slot = "get_correct_experts_implementation"
         for sample in self.samples:
             own_classes = (cls for cls in type(sample).__mro__ if cls.__module__ == self.modeling.__name__)

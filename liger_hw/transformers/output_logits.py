@@ -356,7 +356,7 @@ _OF_GRAPH = {
     *_getters("requires_grad", "grad_fn", "is_leaf", "output_nr", "grad", "retains_grad", "_backward_hooks"),
     *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
 }
-"""Attributes and functions of the autograd graph, of which the OutputLogits has a node."""
+"""Attributes and functions of the autograd graph, which need only the OutputLogits' node."""
 
 _CLONES = {torch.Tensor.clone, torch.clone}
 """Recorded only under no_grad: DDP's Function clones every output."""

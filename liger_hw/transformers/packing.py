@@ -33,7 +33,7 @@ FORMS = ("position_ids", "position_ids of several rows", "cu_seq_lens")
 def packing_note(model: torch.nn.Module, of_class: bool = False) -> str:
     """A line if `LEAKING` has the model and its attention, or if only a GPU can test it; else "". Nothing is run.
 
-    of_class: whether the model stands for its class, in which any attention may be used
+    of_class: whether the line is about all models of the class, which may use any attention
     """
     config = getattr(model, "config", None)
     family = str(getattr(config, "model_type", "")).removesuffix("_text")

@@ -24,7 +24,7 @@ def private_name(name: str, variant: str) -> str:
 
 
 class CannotRebind(Exception):
-    """A function cannot be copied; the message says why."""
+    """A function cannot be copied. The message has the reason."""
 
 
 def rebind(function: Callable, name: str, private: str) -> Callable:

@@ -117,7 +117,7 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
 
 
 class Facts(NamedTuple):
-    """What holds for every call that runs a kernel, and what the probes cover.
+    """Facts that hold in every call that runs a kernel, and the probes' coverage.
 
     present: arguments that are not None; absent: arguments that have their defaults
     compared: attributes that a loop over experts compares with numbers, such as the number of experts

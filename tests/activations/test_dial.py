@@ -131,7 +131,7 @@ def test_invalid_settings_raise():
             liger_hw.activations(wrong, model)
         assert "forward" not in vars(model.model.layers[0])
     for without_model in ("full", "tiled", "offload", "fit", "80GiB", ["keep"]):
-        with pytest.raises(ValueError, match="pass the model too"):
+        with pytest.raises(ValueError, match="needs the model.s layers"):
             liger_hw.activations(without_model)
     for mistaken in (("cheap", "a name"), (model, "cheap")):
         with pytest.raises(TypeError, match=r"must be a loaded model, got str; call activations\(setting, model\)"):

@@ -198,10 +198,10 @@ def test_a_gradient_with_respect_to_logits_is_right_or_refused(models, batch, lo
         if options or loss == "a penalty" and way != "backward to them":
             torch.testing.assert_close(WAYS[way](value, outputs.logits), expected, rtol=1e-4, atol=1e-5)
         elif way == "backward to them" and "penalty" not in loss:  # torch wrote no gradient there
-            with pytest.warns(UserWarning, match="does not pass through the logits.*; call the model with skip_logits"):
+            with pytest.warns(UserWarning, match="does not pass through the logits.*; call the model with skip"):
                 assert WAYS[way](value, outputs.logits) is None
         else:
-            with pytest.raises(RuntimeError, match="does not pass through the logits.*; call the model with skip_logits"):
+            with pytest.raises(RuntimeError, match="does not pass through the logits.*; call the model with skip"):
                 WAYS[way](value, outputs.logits)
 
 

@@ -154,7 +154,7 @@ def _formula(module: nn.Module, forward: Callable) -> Formula | str:
     if not up or _DOWN not in shapes:
         return "it lacks one of its two projections"
     if unknown := sorted(shapes.keys() - known):
-        return f"it has {unknown[0]} beside its two projections"
+        return f"it has {unknown[0]} besides its two projections"
     dtypes = [getattr(module, name).dtype for name in shapes]
     if odd := [dtype for dtype in dtypes if not dtype.is_floating_point or dtype.itemsize < 2]:
         return f"its weights are {odd[0]}"
