@@ -371,7 +371,7 @@ def store_flattened_shapes(model: nn.Module) -> None:
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
-    """Name -> shape of a module's gathered parameter, or None for a parameter that is None (`bias=None`)."""
+    """Name -> shape of a module's gathered parameter, or None for an absent one (`bias=None`)."""
     shapes = {name: None if p is None else whole_shape(p) for name, p in module._parameters.items()}
     return shapes | _flattened.get(module, {})
 

@@ -63,7 +63,7 @@ def activations(setting: Levels, model: torch.nn.Module | None = None) -> "recip
     device's memory), or a size such as `80GiB`.
     model: a live model with a list of layers. Its levels hold until `revert()` or the end of the `with` block.
 
-    Gradients are bit-identical to those of `keep`. Only gradients of an MLP's weights at `tiled` and `offload` differ:
+    Gradients are bit-identical to `keep`'s. Only gradients of an MLP's weights at `tiled` and `offload` differ:
     these are fp32 sums over tiles, rounded once. Raises `ValueError` for an invalid setting.
     """
     if model is not None:

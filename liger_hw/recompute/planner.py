@@ -24,7 +24,7 @@ GEMM_RATE, BANDWIDTH = 665e12, 4.25e12
 FLOPS_PER_BYTE = GEMM_RATE / BANDWIDTH
 FLASH_RATE, MASKED_RATE = (0.9, 0.8), (0.216, 0.238)
 """FLOPs per second of attention's forward and backward, relative to GEMM_RATE: flash, and memory-efficient with a mask.
-The FLOPs are those of causal attention."""
+Causal attention's FLOPs are counted."""
 STARTUP_TOKENS, L2_TOKENS = (660, 1000), 1 << 16
 """Start-up makes flash attention 1 + STARTUP_TOKENS / seq times as long, forward and backward. Its forward takes 10%
 longer for each doubling beyond L2_TOKENS, because fewer keys and values hit the L2 cache."""

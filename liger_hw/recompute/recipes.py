@@ -208,7 +208,7 @@ class Recipe:
     """How to compute a tensor again. The tensor's storage and the handles saved in its place hold it.
 
     live: number of handles; value: the recomputed tensor, freed when each of `waiting` handles has read it
-    epoch: number of recomputations so far; a handle's epoch is that of the value it read last
+    epoch: number of recomputations so far; a handle's epoch is its number when the handle was last read
     """
 
     __slots__ = (

@@ -48,7 +48,7 @@ class Surroundings:
     def restored(self) -> contextlib.ExitStack:
         """Context manager that restores the modes that have changed.
 
-        Newer hooks, such as those of a non-reentrant checkpoint around a loss, do not get the tensors that the head
+        Newer hooks, such as a non-reentrant checkpoint's around a loss, do not get the tensors that the head
         saves: the head runs only once, so the checkpoint's recomputation would lack these tensors.
         """
         stack = contextlib.ExitStack()
@@ -129,7 +129,7 @@ class DeferredLogits:
     ) -> Any:
         """The deferred result of `replay` on these logits.
 
-        of_hidden: the same operation on hidden states; changed: those of dtype, scale, cap and added that change
+        of_hidden: the same operation on hidden states; changed: new dtype, scale, cap and added, if they change
         """
         if not self.is_deferred:
             return replay(self.materialise())

@@ -108,7 +108,7 @@ class _Patcher:
     """One call of a patch function, on a live model or on classes.
 
     Subclasses define `patch_rope`, `patch_modules` and `causal_lms`, which yields for each causal LM (model or class to
-    patch, the model or a sample). why_no_loss: the report's reason if there is none
+    patch, the model or a sample). why_no_loss: the report's reason without one
     """
 
     def __init__(self, report: PatchReport, why_no_loss: str) -> None:

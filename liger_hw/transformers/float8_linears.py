@@ -71,7 +71,7 @@ class SharedInput:
 
 @dataclass
 class Settings:
-    """How one linear computes. shared: that of all linears with the same input; kept_dtype: former dtype of a weight
+    """How one linear computes. shared: one for all linears with the same input; kept_dtype: former dtype of a weight
     that is kept in FP8"""
 
     recipe: Recipe
@@ -276,7 +276,7 @@ class Float8Report:
         return len(ours)
 
     def overflow(self) -> dict[str, str]:
-        """Path -> those of `input`, `weight` and `gradient` (of the output) that had an infinity or NaN in the linear's
+        """Path -> which of `input`, `weight` and `gradient` (of the output) had an infinity or NaN in the linear's
         last forward and backward. Quantising finite numbers never overflows.
 
         The call reads their scales, so a step does no extra work, and waits for the device. Linears in compiled code

@@ -50,7 +50,7 @@ def triton_grpo_loss(
     old_logp, ref_logp: [batch, length], log pi_old (None: the policy's own) and log pi_ref (needed if beta is not 0)
     max_completion_length: divisor of dr_grpo with reduce=True; None: length
     inplace: backward writes the gradient over the logits, which must not be used afterwards
-    The other options are those of LigerFusedLinearGRPOLoss; chunked_loss/grpo_loss.py has the formulas.
+    The other options are LigerFusedLinearGRPOLoss's; chunked_loss/grpo_loss.py has the formulas.
 
     Returns (losses, KL or None if beta is 0, whether each token was clipped), each fp32 [batch, length] and zero for
     tokens that do not count. With reduce=True: (loss, [KL if beta is not 0, share of clipped tokens]), reduced as

@@ -473,7 +473,7 @@ def _replaced(value: Any, replacement: Callable[[DeferredLogits], Any], is_outpu
     """A model's outputs with deferred logits replaced, also inside tuples, lists, dicts and dataclasses: a model around
     a language model may return the inner model's outputs. Without deferred logits it is `value` itself.
 
-    is_output: whether `value` is the outputs, whose attributes are searched; else only those of dataclasses are
+    is_output: whether `value` is the outputs, whose attributes are searched; else only dataclasses are searched
     """
     if isinstance(value, DeferredLogits):
         return replacement(value)

@@ -99,7 +99,7 @@ def output_logits(logits: DeferredLogits, parent: "OutputLogits | None" = None) 
 class OutputLogits(torch.Tensor):
     """Logits [..., vocab] that are computed when they are read; made by `output_logits`.
 
-    When a parent's logits are computed, so are those of derived tensors, from the same plain tensor. A later change in
+    When a parent's logits are computed, derived ones are computed from the same plain tensor. A later change in
     place then changes exactly the tensors that share its memory.
     """
 
@@ -210,7 +210,7 @@ class OutputLogits(torch.Tensor):
         return self._plain is not None and self._plain.grad_fn is not self._plain_made_by
 
     def _shares_memory(self) -> bool:
-        """Whether the plain tensor shares its memory with that of a parent or of derived logits."""
+        """Whether the plain tensor shares its memory with a parent's or with derived logits."""
         others = [*self._chain()[1:], *(reference() for reference in self._derived)]
         storages = [t._plain.untyped_storage()._cdata for t in others if t is not None and t._plain is not None]
         return self._plain.untyped_storage()._cdata in storages

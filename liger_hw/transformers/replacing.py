@@ -145,7 +145,7 @@ _UNKNOWN = -1
 
 
 def _dims_now(module: nn.Module, name: str) -> int | None:
-    """The number of dimensions of a weight now; None if it is None. A kernel for [width] cannot take [heads, width].
+    """The number of dimensions of a weight now, or None for no weight. A kernel for [width] cannot take [heads, width].
 
     `_UNKNOWN` for a parameter that PEFT computes at each access, which this would repeat.
     """
@@ -538,7 +538,7 @@ def of_q_and_k(function: type, form: Any, widths: int, original: Callable) -> Ca
 
     function: the kernel's autograd.Function; form: layout of pairs and angles (`kernels/rotary/rotary.py`)
     widths: number of rotated columns for each column of cos
-    position_ids is ignored, as in transformers since 4.40, whose cos and sin are those of the positions already.
+    position_ids is ignored, as in transformers since 4.40, whose cos and sin belong to the positions already.
     """
 
     def rotated(q: Any, k: Any, cos: Any, sin: Any, axis: int) -> Any:

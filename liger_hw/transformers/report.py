@@ -36,7 +36,7 @@ SLOTS = ("forward", choice.SLOT)
 """Methods that a patch sets on a module: its forward, or choice.SLOT on experts whose forward transformers replaced."""
 
 PATCH_LOCK = fork_safe(threading.RLock())
-"""Held during every patch and revert, so that those of several threads do not overlap."""
+"""Held during every patch and revert, so that several threads' do not overlap."""
 
 
 def patched_parts(model: Any) -> dict[str, int]:

@@ -126,7 +126,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "Zamba2Config": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_headdim": 16, "n_mamba_heads": 8},
     "ZayaConfig": {"num_experts_per_tok": 1},
 }
-"""Configuration class -> values that it needs in addition to, or in place of, those of `_SIZES`."""
+"""Configuration class -> values that it needs in addition to, or in place of, the values of `_SIZES`."""
 
 
 def tiny_model(cls: type, seed: int = 0, **chosen: Any) -> Any:

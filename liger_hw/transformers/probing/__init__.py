@@ -29,7 +29,7 @@ _KINDS = (norms, experts, mlps, mixers)
 
 
 def recognise(module: Any, forward: Callable | None = None) -> Match | Refused | None:
-    """The match of a module. forward: the function to probe; None: that of the module's class"""
+    """The match of a module. forward: the function to probe; None: its class's forward"""
     forward = forward or type(module).forward
     if experts.is_list_of_modules(module):
         return Refused(experts.IN_A_LIST, experts.KERNEL)

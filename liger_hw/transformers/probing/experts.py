@@ -145,7 +145,7 @@ def _ready(cls: type) -> Callable[[Any, torch.Tensor], bool]:
 
 
 def _formula(module: nn.Module, forward: Callable) -> Formula | str:
-    """The formula with which the op computes the same, or why there is none."""
+    """The formula with which the op computes the same, or why it cannot."""
     if lost := probe.why_unknown_shapes(module):
         return lost
     shapes = {name: shape for name, shape in owners.parameter_shapes(module).items() if shape is not None}
@@ -234,7 +234,7 @@ class _Probe:
         self.facts = Facts(present=frozenset(_inputs(forward)), compared=frozenset({"num_experts"}))
 
     def formula(self) -> Formula | str:
-        """The formula whose results and gradients agree for all `scales`, or why there is none."""
+        """The formula whose results and gradients agree for all `scales`, or why none does."""
         with torch.enable_grad():
             expected = [self._original(scale) for scale in self.scales]
             in_eval, of_one = self._original(1.0, training=False), self._original(1.0, self.index[:1], self.weights[:1])

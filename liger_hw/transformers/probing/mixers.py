@@ -32,7 +32,7 @@ _UNSUPPORTED = frozenset({"cache", "cache_params", "past_key_values", "seq_idx",
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether a module has all parts of a gated delta net, or exactly those of LFM2's short convolution."""
+    """Whether a module has all parts of a gated delta net, or exactly the parts of LFM2's short convolution."""
     children, attributes = module._modules.keys(), vars(module).keys()
     if {"A_log", "dt_bias"} <= module._parameters.keys():
         return {"conv1d", "norm", "out_proj"} <= children and {*_SIZES} <= attributes

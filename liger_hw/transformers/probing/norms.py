@@ -197,7 +197,7 @@ class _Probe:
     def _with_casting_mode(self, variant: _Variant) -> Match | Refused:
         """The match of a variant that agrees in fp32, with a casting mode that rounds as the module does in bf16.
 
-        A mode that also agrees for fp32 weights with bf16 inputs is preferred. If there is none, the match takes only
+        A mode that also agrees for fp32 weights with bf16 inputs is preferred. Without one, the match takes only
         inputs in the weight's dtype.
         """
         kernel = variant.kernel

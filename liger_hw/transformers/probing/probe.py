@@ -24,7 +24,7 @@ from ..source import EVERYTHING, reads
 BATCH = (2, 3)
 """Leading dimensions of the probes' inputs."""
 LARGE = 1e4
-"""Scale of numbers that exceed all limits, such as those of clamps, in a module's code."""
+"""Scale of numbers that exceed all limits, such as a clamp's, in a module's code."""
 
 
 @dataclass(frozen=True)
