@@ -217,7 +217,7 @@ def test_a_hook_on_the_head_sees_its_logits(family, batch, calls, same_step, cap
     with caplog.at_level(logging.WARNING, "liger_hw"):
         same_step(model, reference, **batch)
     assert len(seen) == 1 and type(seen[0]) is torch.Tensor
-    assert calls == {"fused": 0, "plain": 1} and "hooks are registered on it" in caplog.text
+    assert calls == {"fused": 0, "plain": 1} and "its hooks need its logits" in caplog.text
 
 
 def test_a_head_that_is_no_linear(family, batch, calls, same_step, caplog):

@@ -371,7 +371,7 @@ NOT_MLPS = {
     "a limit in the activation": (lambda: mlp(_gated, _Clipped()), "of about 10000"),
     "pairs": (lambda: mlp(_pairs, fused=True), "in pairs"),
     "detached": (lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(x)) * s.up_proj(x).detach())), "gradients"),
-    "goes on": (lambda: mlp(lambda s, x: _gated(s, x) + x), "goes on after down_proj"),
+    "goes on": (lambda: mlp(lambda s, x: _gated(s, x) + x), "computes more after down_proj"),
     "twice": (
         lambda: mlp(lambda s, x: s.down_proj(s.act_fn(s.gate_proj(x)) * s.gate_proj(x))),
         "calls its projections as",
