@@ -280,7 +280,8 @@ _IGNORED = -100
 class LigerFusedLinearGRPOLoss(LossModule):
     """GRPO and its relatives on a linear head.
 
-    Options: see the formulas at the top of this file. max_completion_length: for dr_grpo's denominator;
+    loss_type: grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo or vespo; beta: the KL term's weight; epsilon_low,
+    epsilon_high, delta: bounds of the probability ratio; max_completion_length: dr_grpo's denominator;
     importance_sampling_level: token or sequence; temperature: divides the logits.
     """
 

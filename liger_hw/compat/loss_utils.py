@@ -1,4 +1,4 @@
-"""For `liger_kernel.transformers.model.loss_utils`: a causal LM's loss, for forwards that programs define."""
+"""Replaces `liger_kernel.transformers.model.loss_utils`: a causal LM's loss for users' own forwards."""
 
 from __future__ import annotations
 

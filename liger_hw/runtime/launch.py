@@ -4,8 +4,8 @@ A kernel's parameters are, in this order: tensors (or None), runtime numbers or 
 the call chooses), tunables (constexprs that the plan chooses).
 
 Triton binds arguments, hashes options and reads the environment at every launch. Here, a launch that Triton would
-specialise like an earlier one calls the compiled kernel directly. `Plan.compiled` has it under the launch's exact
-numbers and under the `_compile_key`, on which Triton specialises. Pointers are passed as integers.
+specialise like an earlier one calls the compiled kernel directly. `Plan.compiled` has two keys for it: the exact
+numbers, and `_compile_key`, which has only what Triton specialises on. Pointers are passed as integers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CONFIG_WORDS = (
     "operation not supported",  # a device without cooperative launches
 )
 _INT32 = 1 << 31
-_MAX_EXACT_KEYS = 4096  # of `Plan.compiled`, for row counts that never repeat
+_MAX_EXACT_KEYS = 4096  # bounds `Plan.compiled` if row counts never repeat
 _tensor_counts: dict[int, int] = {}
 _unspecialised_of: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
 _interpreter_lock = fork_safe(threading.RLock())  # Triton's interpreter has the current launch in globals
@@ -130,7 +130,7 @@ def launch(
 
 
 def tensor_count(kernel: Any, args: tuple) -> int:
-    """The number of a kernel's leading arguments that are tensors, or None in place of a tensor."""
+    """How many of a kernel's leading arguments are tensors or stand for one as None."""
     count = _tensor_counts.get(id(kernel))
     if count is None:
         count = next((i for i, a in enumerate(args) if isinstance(a, (int, float, tuple))), len(args))
@@ -368,16 +368,16 @@ def replay(
 
 # -- observing launches ----------------------------------------------------------------------------------------------
 #
-# Observers are called in place of a launch, and may make it: to record a call, to trace an operator's launches for the
-# tuner, to compile ahead for a device that is not here. While there is an observer, no call is replayed.
+# Observers are called in place of a launch, which they may make. Uses: recording a call, tracing an operator's launches
+# for the tuner, compiling for an absent device. While there is an observer, no call is replayed.
 
 observers: list[tuple[int | None, "Observer"]] = []
 """(thread or None for every thread, observer), the innermost last."""
 
 
 class Observer:
-    """Base class. Arguments and results are as in `launch`, in `call_routine`, and in an operator's call in eager mode,
-    where `call` is the function that `define` returned.
+    """Base class. Arguments and results are as in `launch`, `call_routine` and an eager operator call; `call` is the
+    function that `define` returned.
 
     `proceed` calls the next outer observer, and for the outermost one, does the work. A method that does not call it
     replaces the work.

@@ -365,7 +365,7 @@ def test_what_it_refuses(lane, generator):
     ):
         with pytest.raises(error):
             liger_fused_moe(x, up, down, index, weights, **options)
-    with pytest.raises(ValueError, match="liger_fused_moe: up_offset is added to u"):
+    with pytest.raises(ValueError, match="liger_fused_moe: up_offset must be 0 if has_gate is False"):
         liger_fused_moe(x, up[:, :INNER], down, index, weights, has_gate=False, up_offset=1.0)
     for args in (
         (x.tolist(), up, down, index, weights),

@@ -68,7 +68,7 @@ def fused_neighborhood_attention_reference(query, key, value, kernel_size=7, dil
 
 @triton.jit
 def _place(n_tokens, n_tiles, dilation, BLOCK_M: tl.constexpr):
-    """(first row of the program's tile in its sequence, length of the sequence, row in memory of its first token)."""
+    """(tile's first row in its sequence, sequence's length, row in memory of the sequence's first token)."""
     program = tl.program_id(0).to(tl.int64)
     sequence = program // n_tiles
     remainder = sequence % dilation
@@ -273,8 +273,8 @@ def _config(target, key, rows, cols, stages):
 
 
 def _heuristic(target, key):
-    """With few neighbours, which is bound by memory, a small BLOCK_N avoids loading keys that are no neighbours. With
-    little shared memory, prefetched tiles are in registers."""
+    """With few neighbours memory is the bound, and a small BLOCK_N avoids loading keys that are no neighbours. With
+    little shared memory there is one stage of small tiles."""
     if target.shared_memory <= 65536:
         return _config(target, key, 64, 16, 1)
     return _config(target, key, 64, 64 if key[1] > 32 else 32, 2)

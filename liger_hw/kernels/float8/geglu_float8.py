@@ -1,7 +1,7 @@
 """GEGLU to FP8 and an FP8 linear of the result: y = (gelu(a) * b) W^T + bias.
 
 gelu(a) * b is rounded as in ../pointwise/geglu.py and quantised with a scale for each row.
-Saved for backward: a, b, gelu(a) * b in FP8, W. Backward: as in float8_linear.py, then geglu.py.
+Saved for backward: a, b, W; gelu(a) * b in FP8. Backward: as in float8_linear.py, then geglu.py.
 """
 
 from __future__ import annotations

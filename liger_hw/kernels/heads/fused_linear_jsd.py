@@ -107,6 +107,7 @@ class LigerFusedLinearJSD(OptionsModule):
         teacher_weight: torch.Tensor,
         shift_labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Inputs [n_rows, hidden] and weights [vocab, hidden] of student and teacher. Returns the loss [] in fp32."""
         heads = student_input, student_weight, teacher_input, teacher_weight
         return liger_fused_linear_jsd(*heads, shift_labels, **self.options())
 

@@ -1,4 +1,4 @@
-"""A linear head and its gradients in plain torch, and random inputs for the samples of its losses."""
+"""A linear head and its gradients in plain torch, and random inputs (`Sample`) for its losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def reference_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     if bias is None:
         return logits
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide) + bias.expand_as(logits).to(wide)  # dbias sums rounded rows of dlogits, as in nn.Linear
+    return logits.to(wide) + bias.expand_as(logits).to(wide)  # cast after expanding: dbias sums rounded dlogits
 
 
 def unrounded_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

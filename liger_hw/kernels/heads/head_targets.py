@@ -1,14 +1,14 @@
-"""The targets' entries of a head's weight gradient, accumulated separately from its 16-bit running sum.
+"""What the targets add to a head's weight gradient, summed apart from its 16-bit running sum.
 
 A 16-bit weight gradient that is summed over chunks (`linear_head.py`) is rounded once a chunk. The error is largest
-where a row of dlogits has one large entry, p - 1 at the target, as in cross entropies and log-probability losses. One
-GEMM over all rows rounds the sum of these entries once, but every chunk rounds it again. Therefore in every chunk
+where a row of dlogits has one large entry, p - 1 at the target, as in cross entropies and log-probability losses.
+Without chunks, one GEMM rounds the sum of these entries once; here every chunk rounds it again. So in every chunk
 
-- a rare target's entry is moved out of dlogits into an fp32 vector [n_rows]. After the last chunk entry * x is added to
-  the target's row of the gradient, summed in fp32 in the order of the rows and rounded once (`sum_rows`);
+- a rare target's entry is moved out of dlogits into an fp32 vector [n_rows]. At the end, entry * x is added to the
+  target's row of the gradient, summed in fp32 in the order of the rows and rounded once (`sum_rows`);
 - the gradient's row of a frequent target (one that occurs FREQUENT times or more) is accumulated in fp32 by a separate
-  product, and replaces the running sum at the end. Its entries stay in dlogits: in a trained head the sum of p * x over
-  all rows nearly cancels the sum of the target's entries, so neither sum may be rounded by itself.
+  product, and replaces the running sum at the end. Its entries stay in dlogits: in a trained head the sum of their
+  products nearly cancels the sum of the column's other products, so both must be added before either is rounded.
 
 If a configuration fails, only that launch is repeated: a head that communicates between ranks must not run again.
 Nothing waits for the device, and no order of summation depends on timing. The frequent targets take max_frequent *
@@ -29,7 +29,7 @@ from ..embedding.row_sums import sum_rows
 from ..embedding.stable_sort import sort_indices
 
 FREQUENT = 16
-"""Occurrences among the targets from which a target is frequent."""
+"""A target that occurs this often or more is frequent."""
 
 
 @triton.jit(do_not_specialize=["row_start", "n_rows"])
@@ -77,7 +77,7 @@ def max_frequent(n_rows: int, vocab: int) -> int:
 class TargetEntries:
     """The targets' part of a weight gradient [vocab, hidden]: `extract` it from every chunk, then `restore` it.
 
-    targets: [n_rows], in the order of the sweep; those outside the vocabulary are skipped
+    targets: [n_rows], in the order of the chunks; those outside the vocabulary are skipped
     plain: computed in torch, without Triton kernels
     """
 
@@ -116,7 +116,7 @@ class TargetEntries:
     def restore(
         self, dweight: torch.Tensor, x: torch.Tensor, order: torch.Tensor | None, scratch: torch.Tensor | None
     ) -> None:
-        """Add what was extracted to dweight. x: all rows [n, hidden]; order: the rows of the sweep, None: all; scratch:
+        """Add what was extracted to dweight. x: all rows [n, hidden]; order: the chunks' rows in x, None: all; scratch:
         fp32 memory that may be overwritten."""
         if self.frequent is not None:
             n = self.sums.numel()
@@ -147,7 +147,7 @@ def _take(dlogits: torch.Tensor, targets: torch.Tensor, entries: torch.Tensor, s
 
 
 def _frequent(sorted_targets: torch.Tensor, vocab: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """([slots] the frequent targets' columns, [slots] the slot that has each column's sum). Unused slots repeat the
+    """([slots] the frequent targets' columns, [slots] where each column's sum is). Unused slots repeat the
     first slot (column 0 if all are unused)."""
     n = sorted_targets.shape[0] - FREQUENT + 1
     first = sorted_targets[:n]

@@ -451,7 +451,7 @@ def check_pair(op: str, **pair: torch.Tensor) -> None:
     x, y = pair.values()
     if x.dim() != 2 or not x.shape[1] or x.shape != y.shape:
         got = f"{tuple(x.shape)} and {tuple(y.shape)}{to_flatten(**pair)}"
-        check(False, op, f"{' and '.join(pair)} must both be [n_rows, n_cols], got {got}")
+        check(False, op, f"{' and '.join(pair)} must be 2D and have the same shape [n_rows, n_cols], got {got}")
 
 
 def check_labels(op: str, labels, rows: torch.Tensor, ignore_index) -> None:

@@ -2,7 +2,7 @@
 
 Arithmetic is fp32, rounded once. NaN stays NaN. Saved for backward: x. Backward:  dx = 2 * max(x, 0) * dy.
 
-Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", https://arxiv.org/abs/2109.08668
+Source: So et al., "Primer: Searching for Efficient Transformers", https://arxiv.org/abs/2109.08668
 """
 
 from __future__ import annotations
