@@ -70,8 +70,7 @@ launchers: dict[str, Callable[..., Any]] = {}
 declared: dict[str, Shapes] = {}
 """Operator name -> the check of its tensors."""
 before_apply: Callable[[type["Function"], tuple], None] | None = None
-"""Called with a Function and its arguments before it runs; autotune/compile_ahead.py sets it for a model's first
-forward."""
+"""Called with a Function and its arguments before it runs; set by autotune/compile_ahead.py in a first forward."""
 
 
 def define(
@@ -496,7 +495,8 @@ def _backward(cls: type[OperatorFunction], arguments: list[str], fwd: _Names, bw
             results: Any = [t.detach() for t in saved]
         else:
             flags = (any([needed[place] for place in params]),) if has_flag else ()
-            numbers = ctx.numbers if of_results is None else ([needed[place] for place in of_results], *ctx.numbers)
+            # a tuple, since a call with a list is not plain and goes through torch's dispatcher
+            numbers = ctx.numbers if of_results is None else (tuple([needed[i] for i in of_results]), *ctx.numbers)
             results = run(*grads, *saved, *numbers, *flags)
             results = (results,) if isinstance(results, torch.Tensor) else results
             if is_joined:

@@ -640,3 +640,16 @@ def test_a_walk_enters_no_more_files(driver, walk, calls, most):
         call()
     files = _files_entered(call)
     assert len(files) <= most, sorted(files)
+
+
+@cpu
+@pytest.mark.parametrize(
+    "name, kernel",
+    [("fused_moe", "_fused_moe_gate_bwd_kernel"), ("multi_token_attention", "_causal_softmax_bwd_kernel")],
+)
+def test_a_backward_that_is_told_what_is_needed_goes_by_its_launcher(driver, name, kernel, seed, monkeypatch):
+    """Not by torch's dispatcher, which costs time on a GPU and would call the reference here."""
+    monkeypatch.setattr(torch, "_assert_async", lambda *args: None)
+    op = registry.ops()[name]
+    run(op.function, make(op, few_sizes(op), torch.float32, "cpu", seed), seed)
+    assert kernel in {launched.__name__ for launched, *_ in driver.seen}
